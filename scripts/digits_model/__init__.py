@@ -1,0 +1,1 @@
+"""Parts of ``scripts/train_digits_model.py``: tokenizer, architecture, training batches."""

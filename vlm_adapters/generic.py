@@ -1,0 +1,229 @@
+"""Adapter for native transformers-5 mixture-of-experts VLMs.
+
+Router mathematics: a softmax over all experts, then top-k, optionally normalised; the
+router module returns ``(logits, top_k_weights, top_k_index)`` and a sibling experts module
+is called with ``(hidden_states, top_k_index, top_k_weights)`` and skips the id E. Families
+whose router differs override :meth:`NativeAdapter.read_scores`.
+
+Token layout: from ``mm_token_type_ids`` where the processor gives them, otherwise from the
+image and video token ids of the configuration. Start, end and separator tokens are text.
+
+Not supported: models whose top-k sits inside the block (no router module), encoders with
+experts of their own, prompts passed as ``inputs_embeds`` without ids.
+
+Source: ``transformers/models/*/modeling_*.py`` of transformers 5.24 (interfaces only).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .base import Adapter, LoadedVLM, MoELayer, RouterChoice, UnsupportedModelError
+from .modality import Modality
+from .registry import config_value
+
+EXPERTS_ARGUMENTS = ("top_k_index", "top_k_weights")
+IMAGE_ID_KEYS = ("image_token_id", "image_token_index")
+VIDEO_ID_KEYS = ("video_token_id", "video_token_index")
+PIXEL_KEYS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "images")
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is called as ``experts(hidden_states, top_k_index, top_k_weights)``."""
+    if not isinstance(getattr(module, "num_experts", None), int):
+        return False
+    names = inspect.signature(type(module).forward).parameters
+    return all(name in names for name in EXPERTS_ARGUMENTS)
+
+
+def find_router(block: nn.Module, experts: nn.Module) -> nn.Module | None:
+    """The child of a block that routes: it has a ``top_k`` and is not the experts."""
+    for child in block.children():
+        if child is not experts and isinstance(getattr(child, "top_k", None), int):
+            return child
+    return None
+
+
+class NativeAdapter(Adapter):
+    """Generic adapter; see the module docstring.
+
+    Attributes:
+        model_types: values of ``config.model_type`` that a named family takes.
+    """
+
+    name: ClassVar[str] = "native"
+    model_types: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def matches(cls, config: Any) -> bool:
+        """Whether this adapter takes a model with that configuration (object or dict)."""
+        if cls.model_types:
+            return config_value(config, "model_type") in cls.model_types
+        text = config_value(config, "text_config")
+        has_vision = config_value(config, "vision_config") is not None
+        if text is None or not has_vision:
+            return False
+        return any((config_value(text, key) or 0) > 1 for key in EXPERT_COUNT_KEYS)
+
+    # -- structure -------------------------------------------------------------------
+
+    def moe_layers(self, model: nn.Module) -> list[MoELayer]:
+        layers = []
+        for name, block in model.named_modules():
+            for child in block.children():
+                if not is_experts(child):
+                    continue
+                router = find_router(block, child)
+                if router is None:
+                    raise UnsupportedModelError(
+                        f"{type(model).__name__}: layer {name!r} has experts "
+                        f"({type(child).__name__}) but no router module beside them (looked for a "
+                        "child with an integer 'top_k'); this family needs an adapter of its own"
+                    )
+                layers.append(
+                    MoELayer(
+                        name=name,
+                        index=len(layers),
+                        block=block,
+                        router=router,
+                        experts=child,
+                        num_experts=child.num_experts,
+                        top_k=router.top_k,
+                    )
+                )
+        if not layers:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no mixture-of-experts layer: looked through "
+                f"{sum(1 for _ in model.modules())} modules for one with 'num_experts' that is "
+                f"called with {' and '.join(EXPERTS_ARGUMENTS)}"
+            )
+        return layers
+
+    def read_scores(self, layer: MoELayer, router_output: Any, hidden: Tensor) -> RouterChoice:
+        if not isinstance(router_output, tuple) or len(router_output) != 3:
+            raise UnsupportedModelError(
+                f"router of layer {layer.name!r} ({type(layer.router).__name__}) returned "
+                f"{type(router_output).__name__}, expected (logits, top_k_weights, top_k_index)"
+            )
+        logits, weights, index = router_output
+        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        return RouterChoice(scores=scores, index=index, weights=weights)
+
+    # -- tokens ----------------------------------------------------------------------
+
+    def _token_id(self, keys: Sequence[str]) -> int | None:
+        for key in keys:
+            value = config_value(self.config, key)
+            if isinstance(value, int):
+                return value
+        return None
+
+    def tag_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
+        ids = inputs.get("input_ids")
+        if ids is None:
+            raise ValueError(
+                "cannot tell image tokens from text: the model was called with 'inputs_embeds' "
+                "only; pass 'input_ids' (the embeddings are made from them)"
+            )
+        types = inputs.get("mm_token_type_ids")
+        tags = torch.zeros_like(ids, dtype=torch.uint8)
+        if types is not None and types.shape == ids.shape:
+            tags = types.to(torch.uint8)
+        else:
+            for keys, modality in (
+                (IMAGE_ID_KEYS, Modality.IMAGE),
+                (VIDEO_ID_KEYS, Modality.VIDEO),
+            ):
+                token = self._token_id(keys)
+                if token is not None:
+                    tags = tags.masked_fill(ids == token, int(modality))
+        tags = self._mark_padding(tags, inputs.get("attention_mask"))
+        given = [key for key in PIXEL_KEYS if inputs.get(key) is not None]
+        if given and not bool(((tags == Modality.IMAGE) | (tags == Modality.VIDEO)).any()):
+            raise ValueError(
+                f"the inputs hold {given[0]!r} but no token is tagged as image: looked at "
+                f"'mm_token_type_ids' and for the token id {self._token_id(IMAGE_ID_KEYS)} "
+                f"({' / '.join(IMAGE_ID_KEYS)} of the configuration)"
+            )
+        return tags
+
+    @staticmethod
+    def _mark_padding(tags: Tensor, mask: Any) -> Tensor:
+        if mask is None:
+            return tags
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise ValueError(
+                "cannot tell padding from tokens: 'attention_mask' must be a [B, S] tensor, got "
+                f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
+            )
+        # With a cache the mask also covers what came before; the last columns are ours.
+        now = mask[:, -tags.shape[1] :]
+        return tags.masked_fill(now == 0, int(Modality.PAD))
+
+    # -- loading and chat ------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls,
+        path: str,
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> LoadedVLM:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        placed = {"device_map": device} if device == "auto" else {}
+        model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=dtype, trust_remote_code=trust_remote_code, **placed, **kwargs
+        )
+        if not placed:
+            model = model.to(device)
+        model.eval()
+        adapter = cls(model.config)
+        adapter.moe_layers(model)
+        return LoadedVLM(model=model, processor=processor, adapter=adapter, source=path)
+
+    def prepare(
+        self, vlm: LoadedVLM, conversations: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        inputs = vlm.processor.apply_chat_template(
+            [list(messages) for messages in conversations],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        )
+        device = next(vlm.model.parameters()).device
+        inputs = {key: value.to(device) for key, value in inputs.items()}
+        tags = self.tag_tokens(inputs)
+        for row, messages in enumerate(conversations):
+            images = sum(
+                part.get("type") in ("image", "video")
+                for message in messages
+                if not isinstance(message["content"], str)
+                for part in message["content"]
+            )
+            seen = (tags[row] == Modality.IMAGE) | (tags[row] == Modality.VIDEO)
+            if images and not bool(seen.any()):
+                raise ValueError(
+                    f"conversation {row} holds {images} image(s) but none of its tokens is tagged "
+                    "as image: the chat template does not place an image token"
+                )
+        return inputs
+
+    def decode(self, vlm: LoadedVLM, inputs: Mapping[str, Any], generated: Tensor) -> list[str]:
+        new = generated[:, inputs["input_ids"].shape[1] :]
+        texts = vlm.processor.batch_decode(
+            new, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return [text.strip() for text in texts]

@@ -1,0 +1,82 @@
+"""Which adapter belongs to which model. Holds strings: listing it imports nothing heavy.
+
+A new family is one file under ``vlm_adapters/`` and one line in ADAPTERS.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .base import Adapter
+
+ADAPTERS: dict[str, str] = {
+    "qwen3_vl_moe": "vlm_adapters.qwen3_vl_moe:Qwen3VLMoeAdapter",
+    "molmoe": "vlm_adapters.molmoe.adapter:MolmoEAdapter",
+    "deepseek_vl2": "vlm_adapters.deepseek_vl2.adapter:DeepseekVL2Adapter",
+    # Last: takes any native model whose MoE layers have the usual seam.
+    "native": "vlm_adapters.generic:NativeAdapter",
+}
+
+
+def adapter_class(name: str) -> type[Adapter]:
+    """Imports the adapter of a registry name.
+
+    Raises:
+        ValueError: the name is unknown; lists the known ones.
+    """
+    if name not in ADAPTERS:
+        raise ValueError(f"unknown adapter {name!r}; known: {', '.join(ADAPTERS)}")
+    module, attribute = ADAPTERS[name].split(":")
+    return getattr(import_module(module), attribute)
+
+
+def adapter_class_for(config: Any) -> type[Adapter]:
+    """The adapter class for a model configuration.
+
+    Args:
+        config: a configuration object or the dictionary of a ``config.json``.
+
+    Raises:
+        UnsupportedModelError: no adapter takes it, with what was looked for.
+    """
+    from .base import UnsupportedModelError
+
+    for name in ADAPTERS:
+        cls = adapter_class(name)
+        if cls.matches(config):
+            return cls
+    model_type = config_value(config, "model_type")
+    raise UnsupportedModelError(
+        f"model type {model_type!r} is not supported: looked for an adapter among "
+        f"{', '.join(ADAPTERS)}, and for image and text settings ('vision_config') with a number "
+        "of experts in the text settings, which a native mixture-of-experts VLM has"
+    )
+
+
+def adapter_for(model: nn.Module) -> Adapter:
+    """The adapter of a loaded model.
+
+    Raises:
+        UnsupportedModelError: no adapter takes it, or it has no MoE layer.
+    """
+    from .base import UnsupportedModelError
+
+    config = getattr(model, "config", None)
+    if config is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no 'config': pass the transformers model itself"
+        )
+    adapter = adapter_class_for(config)(config)
+    adapter.moe_layers(model)
+    return adapter
+
+
+def config_value(config: Any, key: str, default: Any = None) -> Any:
+    """Reads a key of a configuration object or dictionary."""
+    if isinstance(config, dict):
+        return config.get(key, default)
+    return getattr(config, key, default)
