@@ -165,55 +165,54 @@ class Trace:
         """One row per step and layer.
 
         Returns:
-            Columns step, layer, tokens, tokens_image (video included), assigned, kept, added,
-            kept_image, assigned_image, zero_expert_tokens, mean_load (K T / E),
-            max_load_before, max_load_after, straggler_before, straggler_after (max over
-            mean_load), max_rank_load_before, max_rank_load_after, rank_straggler_before,
-            rank_straggler_after (max over K T / R).
+            Columns step, layer, tokens, tokens_image (video included), assigned, kept, added and
+            the same three for image tokens, zero_expert_tokens, zero_expert_image_tokens,
+            mean_load (K T / E), mean_rank_load (K T / R), and each _before and _after the policy:
+            max_load, max_rank_load, straggler (max_load over mean_load), rank_straggler.
         """
+        import numpy as np
         import pandas as pd
 
-        rows = []
+        parts = []
         for record in self._records:
-            loads, tokens = record.loads.cpu(), record.tokens.cpu()
-            rank = self._rank_of_expert[record.layer].cpu()
-            by_expert = loads.sum(-1)
-            by_rank = torch.zeros(3, loads.shape[1], self._ranks, dtype=torch.int64)
-            by_rank.index_add_(2, rank, by_expert)
-            for w in range(loads.shape[1]):
-                count = int(tokens[0, w].sum())
-                if count == 0:
-                    continue
-                assignments = self._top_k[record.layer] * count
-                mean, rank_mean = assignments / loads.shape[2], assignments / self._ranks
-                before, after = int(by_expert[0, w].max()), int(by_expert[1, w].max())
-                rank_before, rank_after = int(by_rank[0, w].max()), int(by_rank[1, w].max())
-                rows.append(
-                    {
-                        "step": record.first_step + w,
-                        "layer": record.layer,
-                        "tokens": count,
-                        "tokens_image": int(tokens[0, w, 1:].sum()),
-                        "assigned": int(by_expert[0, w].sum()),
-                        "kept": int(by_expert[1, w].sum()),
-                        "added": int(by_expert[2, w].sum()),
-                        "assigned_image": int(loads[0, w, :, 1:].sum()),
-                        "kept_image": int(loads[1, w, :, 1:].sum()),
-                        "added_image": int(loads[2, w, :, 1:].sum()),
-                        "zero_expert_tokens": int(tokens[1, w].sum()),
-                        "zero_expert_image_tokens": int(tokens[1, w, 1:].sum()),
-                        "mean_load": mean,
-                        "max_load_before": before,
-                        "max_load_after": after,
-                        "straggler_before": before / mean,
-                        "straggler_after": after / mean,
-                        "max_rank_load_before": rank_before,
-                        "max_rank_load_after": rank_after,
-                        "rank_straggler_before": rank_before / rank_mean,
-                        "rank_straggler_after": rank_after / rank_mean,
-                    }
-                )
-        return pd.DataFrame(rows)
+            loads, tokens = record.loads.cpu().numpy(), record.tokens.cpu().numpy()
+            rank = self._rank_of_expert[record.layer].cpu().numpy()
+            by_expert = loads.sum(-1)  # [3, W, E]
+            by_rank = by_expert @ np.eye(self._ranks, dtype=by_expert.dtype)[rank]  # [3, W, R]
+            image = loads[..., 1:].sum((-1, -2))  # [3, W]
+            count = tokens[0].sum(-1)  # [W]
+            assignments = self._top_k[record.layer] * count
+            columns = {
+                "step": record.first_step + np.arange(loads.shape[1]),
+                "layer": np.full(loads.shape[1], record.layer),
+                "tokens": count,
+                "tokens_image": tokens[0, :, 1:].sum(-1),
+                "assigned": by_expert[0].sum(-1),
+                "kept": by_expert[1].sum(-1),
+                "added": by_expert[2].sum(-1),
+                "assigned_image": image[0],
+                "kept_image": image[1],
+                "added_image": image[2],
+                "zero_expert_tokens": tokens[1].sum(-1),
+                "zero_expert_image_tokens": tokens[1, :, 1:].sum(-1),
+                "mean_load": assignments / loads.shape[2],
+                "max_load_before": by_expert[0].max(-1),
+                "max_load_after": by_expert[1].max(-1),
+                "max_rank_load_before": by_rank[0].max(-1),
+                "max_rank_load_after": by_rank[1].max(-1),
+                "mean_rank_load": assignments / self._ranks,
+            }
+            parts.append(pd.DataFrame(columns))
+        if not parts:
+            return pd.DataFrame()
+        frame = pd.concat(parts, ignore_index=True)
+        frame = frame[frame["tokens"] > 0].reset_index(drop=True)
+        for when in ("before", "after"):
+            frame[f"straggler_{when}"] = frame[f"max_load_{when}"] / frame["mean_load"]
+            frame[f"rank_straggler_{when}"] = (
+                frame[f"max_rank_load_{when}"] / frame["mean_rank_load"]
+            )
+        return frame
 
     def summary(self) -> dict[str, Any]:
         """One number per question that is asked of a run.

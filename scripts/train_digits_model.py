@@ -13,29 +13,71 @@ import json
 import math
 import time
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from digits_model.architecture import build_model, build_processor
-from digits_model.batches import IGNORE, KINDS, Batch, BatchMaker
+from digits_model.batches import IGNORE, KINDS, MAX_SHIFT, Batch, BatchMaker
 from digits_model.tokenizer import build_tokenizer
 from torch import Tensor, nn
 
 AUX_LAYER = 1  # hidden states after the second decoder layer
-DIGIT_CLASSES, COLOUR_CLASSES = 11, 7
+CELL_CLASSES = (11, 7, 9)  # digit or none, colour or none, which cell
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the training.
+
+    Attributes:
+        name: printed.
+        steps: optimizer steps.
+        rows: pictures per step (or texts, without pictures).
+        questions, reading: segments per row; see :meth:`BatchMaker.make`.
+        with_image: whether rows hold a picture.
+    """
+
+    name: str
+    steps: int
+    rows: int
+    questions: int
+    reading: int
+    with_image: bool = True
+
+
+def stages(scale: float) -> list[Stage]:
+    """What is learned in which order; answers alone would not get off the ground.
+
+    Seeing comes first and is cheap: only the vision tower and the first decoder layers run.
+    Matching an answer to its letter needs no picture. Then reading aloud, then questions.
+    """
+    plan = [
+        Stage("see", 480, rows=32, questions=0, reading=0),
+        Stage("match", 250, rows=12, questions=5, reading=0, with_image=False),
+        Stage("read", 450, rows=12, questions=2, reading=2),
+        Stage("answer", 1300, rows=12, questions=5, reading=1),
+    ]
+    return [replace(stage, steps=max(1, round(stage.steps * scale))) for stage in plan]
 
 
 class CellHead(nn.Module):
-    """Labels image tokens with the digit and colour of their cell; thrown away at the end."""
+    """Labels image tokens with digit, colour and number of their cell; thrown away at the end."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.out = nn.Linear(width, DIGIT_CLASSES + COLOUR_CLASSES)
+        self.out = nn.Linear(width, sum(CELL_CLASSES))
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.out(self.norm(hidden)).split((DIGIT_CLASSES, COLOUR_CLASSES), dim=-1)
+    def losses(self, hidden: Tensor, batch: Batch) -> list[Tensor]:
+        """Cross-entropies of digit, colour and cell over all image tokens."""
+        logits = self.out(self.norm(hidden)).split(CELL_CLASSES, dim=-1)
+        labels = (batch.cell_digit, batch.cell_colour, batch.cell)
+        return [
+            F.cross_entropy(part, label.flatten())
+            for part, label in zip(logits, labels, strict=True)
+        ]
 
 
 class Taps:
@@ -59,8 +101,8 @@ class Taps:
         self.router_logits, self.hidden = [], None
 
 
-def forward(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits ``[B, S, V]`` of a packed batch."""
+def forward(model: nn.Module, batch: Batch, layers: int | None = None) -> Tensor:
+    """Logits ``[B, S, V]`` of a packed batch; with ``layers``, of the first decoder layers only."""
     inner = model.model
     embeds = inner.get_input_embeddings()(batch.input_ids)
     extra = {}
@@ -72,13 +114,18 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
         where = batch.input_ids == model.config.image_token_id
         embeds = embeds.masked_scatter(where[..., None], seen.pooler_output)
         extra = {"visual_pos_masks": where, "deepstack_visual_embeds": seen.deepstack_features}
-    out = inner.language_model(
-        inputs_embeds=embeds,
-        position_ids=batch.positions,
-        attention_mask=batch.mask,
-        use_cache=False,
-        **extra,
-    )
+    language, every = inner.language_model, inner.language_model.layers
+    language.layers = every[:layers]
+    try:
+        out = language(
+            inputs_embeds=embeds,
+            position_ids=batch.positions,
+            attention_mask=batch.mask,
+            use_cache=False,
+            **extra,
+        )
+    finally:
+        language.layers = every
     return model.lm_head(out.last_hidden_state)
 
 
@@ -137,16 +184,22 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
     return peak * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def allowed_shift(step: int, see_steps: int) -> int:
+    """How far digits may move, in pixels: first none, then more, all from halfway on.
+
+    Digits that always lie the same way on the patch grid are learned at once; starting with
+    shifted ones, nothing is learned for hundreds of steps.
+    """
+    still, full = 0.15 * see_steps, 0.5 * see_steps
+    return round(MAX_SHIFT * min(1.0, max(0.0, (step - still) / (full - still))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--rows", type=int, default=12, help="pictures per step")
-    parser.add_argument("--questions", type=int, default=5, help="questions per picture")
+    parser.add_argument("--scale", type=float, default=1.0, help="times the steps of every stage")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--balance", type=float, default=0.002, help="load-balancing weight")
-    parser.add_argument("--text-steps", type=int, default=200, help="first steps, without pictures")
-    parser.add_argument("--reading-steps", type=int, default=600, help="next: mostly reading aloud")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=100)
@@ -175,32 +228,36 @@ def main() -> None:
         model.save_pretrained(args.out)
         processor.save_pretrained(args.out)
 
-    for step in range(args.steps):
-        lr = learning_rate(step, args.steps, args.lr)
+    plan = stages(args.scale)
+    steps = sum(stage.steps for stage in plan)
+    schedule = [stage for stage in plan for _ in range(stage.steps)]
+    for step, stage in enumerate(schedule):
+        lr = learning_rate(step, steps, args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        with_image = step >= args.text_steps
-        if with_image:
-            # Reading comes first, questions on top of it later.
-            if step < args.text_steps + args.reading_steps:
-                batch = maker.make(args.rows * 3 // 2, 2, reading=2)
-            else:
-                batch = maker.make(args.rows, args.questions)
-        else:
-            batch = maker.make(2 * args.rows, args.questions, reading=0, with_image=False)
+        batch = maker.make(
+            stage.rows,
+            stage.questions,
+            reading=stage.reading,
+            with_image=stage.with_image,
+            max_shift=allowed_shift(step, plan[0].steps),
+        )
+        answers = stage.questions + stage.reading > 0
         taps.clear()
-        logits = forward(model, batch)
+        logits = forward(model, batch, layers=None if answers else AUX_LAYER + 1)
         valid = (batch.input_ids != tokenizer.pad_token_id).flatten()
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE)
-        total = loss + args.balance * balance_loss(taps.router_logits, valid, top_k)
-        cell_loss = 0.0
-        if with_image:
+        total = args.balance * balance_loss(taps.router_logits, valid, top_k)
+        losses = {}
+        if answers:
+            target = batch.labels.flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), target, ignore_index=IGNORE)
+            losses["answer"] = loss
+            total = total + loss
+        if stage.with_image:
             where = batch.input_ids == model.config.image_token_id
-            digit, colour = head(taps.hidden[where])
-            cell = F.cross_entropy(digit, batch.cell_digit.flatten())
-            cell = cell + F.cross_entropy(colour, batch.cell_colour.flatten())
-            cell_loss = float(cell.detach())
-            total = total + 0.5 * cell
+            cells = head.losses(taps.hidden[where], batch)
+            losses.update(zip(("digit", "colour", "cell"), cells, strict=True))
+            total = total + (0.3 if answers else 1.0) * torch.stack(cells).sum()
         optimizer.zero_grad(set_to_none=True)
         total.backward()
         nn.utils.clip_grad_norm_(params, 1.0)
@@ -212,9 +269,9 @@ def main() -> None:
         if step % 25 == 24:
             line = {
                 "step": step + 1,
+                "stage": stage.name,
                 "minutes": round((time.perf_counter() - began) / 60, 1),
-                "loss": round(float(loss.detach()), 3),
-                "cell": round(cell_loss, 3),
+                "loss": {k: round(float(v.detach()), 3) for k, v in losses.items()},
                 "lr": round(lr, 5),
                 "straggler": straggler(taps.router_logits, valid, top_k),
                 "right": {k: round(seen[k][0] / seen[k][1], 2) for k in KINDS if seen[k][1]},
@@ -224,9 +281,7 @@ def main() -> None:
         if (step + 1) % args.save_every == 0:
             save()
     save()
-    print(
-        json.dumps({"steps": args.steps, "minutes": round((time.perf_counter() - began) / 60, 1)})
-    )
+    print(json.dumps({"steps": steps, "minutes": round((time.perf_counter() - began) / 60, 1)}))
 
 
 if __name__ == "__main__":

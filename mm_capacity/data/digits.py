@@ -105,6 +105,7 @@ def draw_scene(
     rng: random.Random,
     split: str,
     warp: Callable[[random.Random, np.ndarray], np.ndarray] | None = None,
+    max_shift: int = CELL_PX - GLYPH_PX,
 ) -> Scene:
     """Draws a random scene with digits of one split.
 
@@ -112,6 +113,7 @@ def draw_scene(
         rng: the only source of randomness.
         split: "train" or "test".
         warp: optional change of a glyph (training augmentation).
+        max_shift: in pixels, how far a digit may move inside its cell; by default anywhere.
     """
     glyphs, _ = load_glyphs()
     pools = digit_split()[split]
@@ -132,9 +134,9 @@ def draw_scene(
         glyph = glyphs[rng.choice(pools[digit])]
         if warp is not None:
             glyph = warp(rng, glyph)
-        slack = CELL_PX - GLYPH_PX
-        y = (cell // GRID) * CELL_PX + rng.randint(0, slack)
-        x = (cell % GRID) * CELL_PX + rng.randint(0, slack)
+        margin = (CELL_PX - GLYPH_PX - max_shift) // 2
+        y = (cell // GRID) * CELL_PX + margin + rng.randint(0, max_shift)
+        x = (cell % GRID) * CELL_PX + margin + rng.randint(0, max_shift)
         tint = np.array([c + rng.randint(-12, 12) for c in COLOURS[colour]], np.float32)
         ink = (glyph.astype(np.float32) / 255)[..., None]
         area = canvas[y : y + GLYPH_PX, x : x + GLYPH_PX]

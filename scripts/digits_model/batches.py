@@ -21,8 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mm_capacity.data.digits import (
     ASKERS,
+    CELL_PX,
     COLOUR_NAMES,
     EMPTY,
+    GLYPH_PX,
     GRID,
     PLACES,
     Question,
@@ -35,6 +37,7 @@ from .architecture import PATCH_PX, SIDE_TOKENS
 IGNORE = -100
 YES_NO_CLAIM = " Please answer yes or no."
 LETTERS = "ABCD"
+MAX_SHIFT = CELL_PX - GLYPH_PX
 
 
 def solution(question: Question) -> str:
@@ -103,7 +106,7 @@ class Batch:
         positions: ``[3, B, S]`` rotary positions (time, height, width).
         mask: ``[B, 1, S, S]`` bool, True where attention is allowed.
         kind: ``[B, S]`` index into KINDS of the segment a token belongs to.
-        cell_digit, cell_colour: ``[B, 144]`` class of the cell under each image token.
+        cell_digit, cell_colour, cell: ``[B, 144]`` class of the cell under each image token.
     """
 
     pixels: Tensor | None
@@ -114,6 +117,7 @@ class Batch:
     kind: Tensor
     cell_digit: Tensor
     cell_colour: Tensor
+    cell: Tensor
 
 
 KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read")
@@ -162,6 +166,7 @@ class BatchMaker:
         reading: int = 1,
         with_image: bool = True,
         weights: dict[str, float] | None = None,
+        max_shift: int = MAX_SHIFT,
     ) -> Batch:
         """One batch; see the module docstring.
 
@@ -173,11 +178,13 @@ class BatchMaker:
                 text (matching a stated answer to its letter or claim) can be learned,
                 and only that is.
             weights: relative frequency of the question kinds.
+            max_shift: of the digits inside their cells, in pixels.
         """
         weights = weights or dict.fromkeys(ASKERS, 1.0)
         made, pixels, digits, colours = [], [], [], []
         for _ in range(rows):
-            scene = draw_scene(self.rng, self.split, warp_glyph if self.split == "train" else None)
+            warp = warp_glyph if self.split == "train" else None
+            scene = draw_scene(self.rng, self.split, warp, max_shift)
             if with_image:
                 pixels.append(patchify(scene.image))
                 digits.append([d if d != EMPTY else 10 for d in scene.digits])
@@ -239,4 +246,5 @@ class BatchMaker:
             kind=pad([r[4] for r in rows], -1),
             cell_digit=torch.tensor(digits)[:, cell] if with_image else empty,
             cell_colour=torch.tensor(colours)[:, cell] if with_image else empty,
+            cell=cell.expand(len(rows), -1) if with_image else empty,
         )

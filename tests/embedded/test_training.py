@@ -114,7 +114,7 @@ def test_the_script_runs(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys,
         "argv",
-        ["train", "--out", str(tmp_path), "--steps", "6", "--text-steps", "2", "--rows", "2"],
+        ["train", "--out", str(tmp_path), "--scale", "0.002"],
     )
     script.main()
     from vlm_adapters import load_model
