@@ -67,8 +67,11 @@ def skip_dropped_experts(
         rows = module.post_expert_norm(rows)
     weights = top_k_weights.reshape(-1)[order]
     rows = rows * weights[:, None]
-    if dropped is not None:
-        rows = rows.masked_fill(dropped, 0.0)
+    if dropped is None:
+        # On a CPU index_add_ adds in row order, always the same; half precision adds in float32.
+        sums = out.to(torch.promote_types(out.dtype, torch.float32))
+        return sums.index_add_(0, token, rows.to(sums.dtype)).to(hidden_states.dtype)
+    rows = rows.masked_fill(dropped, 0.0)
     # Every assignment has its own row, so the sum over slots adds in a fixed order:
     # index_add_ on a GPU would not.
     slot_rows = rows.new_zeros(tokens * slots, rows.shape[-1])

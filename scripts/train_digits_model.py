@@ -14,16 +14,18 @@ import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from digits_model.architecture import build_model, build_processor
-from digits_model.batches import IGNORE, KINDS, MAX_SHIFT, Batch, BatchMaker
+from digits_model.batches import IGNORE, KINDS, LOOKUPS, MAX_SHIFT, Batch, BatchMaker
 from digits_model.tokenizer import build_tokenizer
 from torch import Tensor, nn
 
 AUX_LAYER = 1  # hidden states after the second decoder layer
+LOOKUP_LAYERS = (2, 3)
 CELL_CLASSES = (11, 7, 9)  # digit or none, colour or none, which cell
 
 
@@ -56,8 +58,8 @@ def stages(scale: float) -> list[Stage]:
     plan = [
         Stage("see", 480, rows=32, questions=0, reading=0),
         Stage("match", 250, rows=12, questions=5, reading=0, with_image=False),
-        Stage("read", 450, rows=12, questions=2, reading=2),
-        Stage("answer", 1300, rows=12, questions=5, reading=1),
+        Stage("read", 400, rows=12, questions=2, reading=2),
+        Stage("answer", 1200, rows=12, questions=5, reading=1),
     ]
     return [replace(stage, steps=max(1, round(stage.steps * scale))) for stage in plan]
 
@@ -80,25 +82,47 @@ class CellHead(nn.Module):
         ]
 
 
+class LookupHead(nn.Module):
+    """Labels words of the prompt with what they refer to (LOOKUPS); thrown away at the end.
+
+    Without it, looking up a named place in the picture is learned from answers only, late.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, sum(LOOKUPS.values()))
+
+    def losses(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Cross-entropies; a batch without such words has none of that kind."""
+        logits = self.out(self.norm(hidden)).split(tuple(LOOKUPS.values()), dim=-1)
+        return {
+            f"find {name}": F.cross_entropy(
+                part.flatten(0, 1), labels.flatten(), ignore_index=IGNORE
+            )
+            for name, part, labels in zip(LOOKUPS, logits, batch.lookups, strict=True)
+            if bool((labels != IGNORE).any())
+        }
+
+
 class Taps:
-    """Hooks that collect router logits and the hidden states of one layer."""
+    """Hooks that collect router logits and the hidden states of some layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.router_logits: list[Tensor] = []
-        self.hidden: Tensor | None = None
-        layers = model.model.language_model.layers
-        for layer in layers:
+        self.hidden: dict[int, Tensor] = {}
+        for index, layer in enumerate(model.model.language_model.layers):
             layer.mlp.gate.register_forward_hook(self._router)
-        layers[AUX_LAYER].register_forward_hook(self._layer)
+            layer.register_forward_hook(partial(self._layer, index))
 
     def _router(self, module, args, output) -> None:
         self.router_logits.append(output[0])
 
-    def _layer(self, module, args, output) -> None:
-        self.hidden = output
+    def _layer(self, index, module, args, output) -> None:
+        self.hidden[index] = output
 
     def clear(self) -> None:
-        self.router_logits, self.hidden = [], None
+        self.router_logits, self.hidden = [], {}
 
 
 def forward(model: nn.Module, batch: Batch, layers: int | None = None) -> Tensor:
@@ -184,13 +208,15 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> floa
     return peak * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def allowed_shift(step: int, see_steps: int) -> int:
-    """How far digits may move, in pixels: first none, then more, all from halfway on.
+def allowed_shift(step: int, stage: Stage) -> int:
+    """How far digits may move, in pixels: first none, then more, all from halfway of "see" on.
 
     Digits that always lie the same way on the patch grid are learned at once; starting with
     shifted ones, nothing is learned for hundreds of steps.
     """
-    still, full = 0.15 * see_steps, 0.5 * see_steps
+    if stage.name != "see":
+        return MAX_SHIFT
+    still, full = 0.15 * stage.steps, 0.5 * stage.steps
     return round(MAX_SHIFT * min(1.0, max(0.0, (step - still) / (full - still))))
 
 
@@ -198,6 +224,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     parser.add_argument("--scale", type=float, default=1.0, help="times the steps of every stage")
+    parser.add_argument("--start-from", type=Path, help="weights of an earlier, stopped training")
+    parser.add_argument("--first-stage", default="see", choices=[s.name for s in stages(1.0)])
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--balance", type=float, default=0.002, help="load-balancing weight")
     parser.add_argument("--seed", type=int, default=0)
@@ -209,12 +237,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
+    if args.start_from is not None:
+        model.load_state_dict(type(model).from_pretrained(args.start_from).state_dict())
     processor = build_processor(tokenizer)
-    head = CellHead(model.config.text_config.hidden_size)
+    width = model.config.text_config.hidden_size
+    head, lookups = CellHead(width), nn.ModuleList(LookupHead(width) for _ in LOOKUP_LAYERS)
     taps = Taps(model)
     top_k = model.config.text_config.num_experts_per_tok
 
-    params = [*model.parameters(), *head.parameters()]
+    params = [*model.parameters(), *head.parameters(), *lookups.parameters()]
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.03},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
@@ -229,6 +260,7 @@ def main() -> None:
         processor.save_pretrained(args.out)
 
     plan = stages(args.scale)
+    plan = plan[[stage.name for stage in plan].index(args.first_stage) :]
     steps = sum(stage.steps for stage in plan)
     schedule = [stage for stage in plan for _ in range(stage.steps)]
     for step, stage in enumerate(schedule):
@@ -240,7 +272,7 @@ def main() -> None:
             stage.questions,
             reading=stage.reading,
             with_image=stage.with_image,
-            max_shift=allowed_shift(step, plan[0].steps),
+            max_shift=allowed_shift(step, stage),
         )
         answers = stage.questions + stage.reading > 0
         taps.clear()
@@ -255,9 +287,14 @@ def main() -> None:
             total = total + loss
         if stage.with_image:
             where = batch.input_ids == model.config.image_token_id
-            cells = head.losses(taps.hidden[where], batch)
+            cells = head.losses(taps.hidden[AUX_LAYER][where], batch)
             losses.update(zip(("digit", "colour", "cell"), cells, strict=True))
             total = total + (0.3 if answers else 1.0) * torch.stack(cells).sum()
+        if stage.with_image and answers:
+            for layer, lookup in zip(LOOKUP_LAYERS, lookups, strict=True):
+                found = lookup.losses(taps.hidden[layer], batch)
+                losses.update(found)
+                total = total + 0.3 * torch.stack(list(found.values())).sum()
         optimizer.zero_grad(set_to_none=True)
         total.backward()
         nn.utils.clip_grad_norm_(params, 1.0)

@@ -107,6 +107,7 @@ class Batch:
         mask: ``[B, 1, S, S]`` bool, True where attention is allowed.
         kind: ``[B, S]`` index into KINDS of the segment a token belongs to.
         cell_digit, cell_colour, cell: ``[B, 144]`` class of the cell under each image token.
+        lookups: ``[4, B, S]`` what the words of a prompt refer to (LOOKUPS), IGNORE elsewhere.
     """
 
     pixels: Tensor | None
@@ -118,7 +119,12 @@ class Batch:
     cell_digit: Tensor
     cell_colour: Tensor
     cell: Tensor
+    lookups: Tensor
 
+
+LOOKUPS = {"digit": 11, "colour": 7, "where": 10, "count": 10}
+"""What a word of the prompt refers to, and the number of classes: digit and colour at a named
+place, cell of a named digit (9: nowhere), how many digits have a named colour."""
 
 KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read")
 
@@ -145,6 +151,28 @@ class BatchMaker:
         self.text_head = encode("<|im_start|>user\n")
         self.turn = encode("<|im_end|>\n<|im_start|>assistant\n")
         self.end = encode("<|im_end|>")
+        self.places = [encode(f" {place}") for place in PLACES]
+        self.colours = [encode(f" {colour}")[-1] for colour in COLOUR_NAMES]
+        self.digits = [encode(f" {digit}")[-1] for digit in range(10)]
+
+    def look_up(self, scene: Scene, ids: list[int]) -> list[list[int]]:
+        """What the tokens of a prompt refer to in the picture; LOOKUPS by token."""
+        found = [[IGNORE] * len(ids) for _ in LOOKUPS]
+        digit, colour, where, count = found
+        for i in range(len(ids)):
+            for cell, place in enumerate(self.places):
+                if ids[max(0, i + 1 - len(place)) : i + 1] == place:
+                    digit[i] = scene.digits[cell] if scene.digits[cell] != EMPTY else 10
+                    name = scene.colours[cell]
+                    colour[i] = COLOUR_NAMES.index(name) if name else 6
+            if ids[i] in self.colours:
+                count[i] = scene.colours.count(COLOUR_NAMES[self.colours.index(ids[i])])
+            elif i and ids[i] in self.digits and ids[i - 1] in self.colours:
+                name = COLOUR_NAMES[self.colours.index(ids[i - 1])]
+                wanted = (self.digits.index(ids[i]), name)
+                cells = list(zip(scene.digits, scene.colours, strict=True))
+                where[i] = cells.index(wanted) if wanted in cells else 9
+        return found
 
     def _segments(self, scene: Scene, n: int, reading: int, weights: dict[str, float]):
         names = list(weights)
@@ -192,15 +220,17 @@ class BatchMaker:
                 prefix = self.head + self.image + self.tail
             else:
                 prefix = self.text_head
-            made.append((prefix, self._segments(scene, questions, reading, weights)))
+            segments = self._segments(scene, questions, reading, weights)
+            made.append((prefix, segments, scene))
         return self._pack(made, pixels, digits, colours, with_image)
 
     def _pack(self, made, pixels, digits, colours, with_image) -> Batch:
         rows = []
         start = len(self.head) + SIDE_TOKENS + 1 if with_image else len(self.text_head)
-        for prefix, segments in made:
+        for prefix, segments, scene in made:
             ids, labels, pos = list(prefix), [IGNORE] * len(prefix), []
             seg, kind = [0] * len(prefix), [-1] * len(prefix)
+            looked = [[IGNORE] * len(prefix) for _ in LOOKUPS]
             if with_image:
                 h = len(self.head)
                 pos = [(i, i, i) for i in range(h)]
@@ -221,7 +251,11 @@ class BatchMaker:
                 pos += [(start + i,) * 3 for i in range(len(ask) + len(answer))]
                 seg += [n] * (len(ask) + len(answer))
                 kind += [KINDS.index(name)] * (len(ask) + len(answer))
-            rows.append((ids, labels, pos, seg, kind))
+                unknown = [IGNORE] * len(ask)
+                found = self.look_up(scene, ask) if with_image else [unknown] * len(LOOKUPS)
+                for sofar, new in zip(looked, found, strict=True):
+                    sofar += new + [IGNORE] * len(answer)
+            rows.append((ids, labels, pos, seg, kind, looked))
         size = max(len(r[0]) for r in rows)
 
         def pad(values, fill):
@@ -247,4 +281,7 @@ class BatchMaker:
             cell_digit=torch.tensor(digits)[:, cell] if with_image else empty,
             cell_colour=torch.tensor(colours)[:, cell] if with_image else empty,
             cell=cell.expand(len(rows), -1) if with_image else empty,
+            lookups=torch.stack(
+                [pad([r[5][i] for r in rows], IGNORE) for i in range(len(LOOKUPS))]
+            ),
         )
