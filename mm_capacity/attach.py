@@ -40,6 +40,8 @@ class _Pass:
     decode: bool
     choices: dict[int, tuple[RouterChoice, Tensor]] = field(default_factory=dict)
     covered: set[int] = field(default_factory=set)
+    # Rows of the flattened tokens that enter a layer; a layer that is missing gets all of them.
+    rows: dict[int, Tensor] = field(default_factory=dict)
 
 
 @contextmanager
@@ -84,9 +86,13 @@ def limit_capacity(
     _check_choice("trace_window", trace_window, TRACE_WINDOWS)
     adapter = adapter or adapter_for(model)
     layers = adapter.moe_layers(model)
-    run = _Run(model, policy, adapter, layers, ep_size, token_rank, trace_window, check)
+    skip_dropped = skip_dropped and policy.name != "none"
     with ExitStack() as stack:
-        if skip_dropped and policy.name != "none":
+        layers = stack.enter_context(adapter.seam(model, layers, skip_dropped=skip_dropped))
+        run = _Run(
+            adapter.entry(model), policy, adapter, layers, ep_size, token_rank, trace_window, check
+        )
+        if skip_dropped:
             own = stack.enter_context(skipping_dropped([layer.experts for layer in layers]))
             if own:
                 run.trace.notes.append(
@@ -170,6 +176,10 @@ class _Run:
             sequences=batch,
             decode=length == 1,
         )
+        for layer in self.layers:
+            mask = self.adapter.layer_tokens(layer, inputs)
+            if mask is not None:
+                self.current.rows[layer.index] = mask.reshape(-1).nonzero().squeeze(1)
 
     def _named(self, args: tuple, kwargs: dict[str, Any]) -> Mapping[str, Any]:
         if not args:
@@ -182,7 +192,12 @@ class _Run:
         current, self.current = self.current, None
         if current is None or self._passes_through(current):
             return
-        missing = [layer.name for layer in self.layers if layer.index not in current.covered]
+        missing = [
+            layer.name
+            for layer in self.layers
+            if layer.index not in current.covered
+            and (layer.index not in current.rows or len(current.rows[layer.index]))
+        ]
         if missing:
             raise RuntimeError(
                 f"{len(missing)} of {len(self.layers)} MoE layers were not covered in a forward "
@@ -221,9 +236,10 @@ class _Run:
         current.covered.add(layer.index)
         if decision.expert is routing.expert and decision.weights is routing.weights:
             return None
+        _, index_name, weights_name = layer.arguments
         changed = {
-            "top_k_index": decision.expert,
-            "top_k_weights": decision.weights.to(given["top_k_weights"].dtype),
+            index_name: decision.expert,
+            weights_name: decision.weights.to(given[weights_name].dtype),
         }
         if kwargs:
             return args[:1], {**kwargs, **changed}
@@ -242,7 +258,7 @@ class _Run:
 
     @staticmethod
     def _expert_arguments(layer: MoELayer, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = ("hidden_states", "top_k_index", "top_k_weights")
+        names = layer.arguments
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         missing = [name for name in names if name not in given]
         if missing:
@@ -259,8 +275,12 @@ class _Run:
         given: dict[str, Any],
         hidden: Tensor,
     ) -> Routing:
-        index, weights = given["top_k_index"], given["top_k_weights"]
-        tokens = current.modality.shape[0]
+        index, weights = (given[name] for name in layer.arguments[1:])
+        modality, sequence = current.modality, current.sequence
+        if layer.index in current.rows:
+            rows = current.rows[layer.index]
+            modality, sequence = modality[rows], sequence[rows]
+        tokens = modality.shape[0]
         if index.dim() != 2 or index.shape[0] != tokens:
             raise UnsupportedModelError(
                 f"layer {layer.name!r} routes {list(index.shape)} assignments, but the inputs hold "
@@ -269,7 +289,7 @@ class _Run:
         device = index.device
         if self.rank_of_expert[layer.index].device != device:
             self.rank_of_expert[layer.index] = self.rank_of_expert[layer.index].to(device)
-        sequence = current.sequence.to(device)
+        sequence = sequence.to(device)
         if self.token_rank == "sequence":
             rank_of_token = sequence % self.ranks
         else:
@@ -278,7 +298,7 @@ class _Run:
             scores=choice.scores,
             expert=index if index.dtype == torch.int64 else index.long(),
             weights=weights,
-            modality=current.modality.to(device),
+            modality=modality.to(device),
             sequence=sequence,
             sequences=current.sequences,
             rank_of_expert=self.rank_of_expert[layer.index],

@@ -25,7 +25,6 @@ MAX_GAMMA = 1e6
 _MAX_DENOMINATOR = 10**9
 
 
-@lru_cache(maxsize=1024)
 def read_gamma(gamma: float) -> Fraction:
     """The fraction that a capacity factor means.
 
@@ -43,7 +42,12 @@ def read_gamma(gamma: float) -> Fraction:
             f"gamma must be a finite number greater than 0 and at most {MAX_GAMMA:g}, "
             f"got {gamma!r} (policy 'none' is the way to have no cap)"
         )
-    return Fraction(repr(float(gamma))).limit_denominator(_MAX_DENOMINATOR)
+    return _fraction(float(gamma))
+
+
+@lru_cache(maxsize=1024)
+def _fraction(gamma: float) -> Fraction:
+    return Fraction(repr(gamma)).limit_denominator(_MAX_DENOMINATOR)
 
 
 def capacity_of(
@@ -78,14 +82,26 @@ def capacity_of(
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {rounding!r}")
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be between 1 and experts={experts}, got top_k={top_k}")
-    per_token = read_gamma(gamma) * top_k * local_experts / experts
-    # Whole and broken part apart, so that the product stays inside int64 up to 10^9 * E * T < 2^63.
-    whole, rest = divmod(per_token.numerator, per_token.denominator)
-    broken = tokens * rest
+    read_gamma(gamma)
+    whole, rest, parts = _per_token(float(gamma), top_k, experts, local_experts)
+    capacity = tokens * rest if rest != 1 else tokens
     if rounding == "ceil":
-        broken = broken + (per_token.denominator - 1)
-    capacity = tokens * whole + torch.div(broken, per_token.denominator, rounding_mode="floor")
+        capacity = capacity + (parts - 1)
+    capacity = torch.div(capacity, parts, rounding_mode="floor")
+    if whole:
+        capacity = capacity + tokens * whole
     return capacity.clamp(min=1) if rounding == "ceil" else capacity
+
+
+@lru_cache(maxsize=1024)
+def _per_token(gamma: float, top_k: int, experts: int, local_experts: int) -> tuple[int, int, int]:
+    """C per token, gamma K local / E, as ``whole + rest / parts``.
+
+    Whole and broken part apart keep the product with T inside int64 up to 10^9 * E * T = 2^63.
+    """
+    exact = _fraction(gamma) * top_k * local_experts / experts
+    whole, rest = divmod(exact.numerator, exact.denominator)
+    return whole, rest, exact.denominator
 
 
 def window_of(routing: Routing, window: str) -> tuple[Tensor, int]:
@@ -133,5 +149,5 @@ def tokens_in_windows(
     Returns:
         ``[windows]`` int64.
     """
-    counted = torch.ones_like(routing.valid) if count_padding else routing.valid
-    return count_by_window(counted, window, windows)
+    valid = routing.valid
+    return count_by_window(torch.ones_like(valid) if count_padding else valid, window, windows)

@@ -1,4 +1,4 @@
-"""Who stays: sort keys and a limit per group turn into a keep mask. Only here are assignments dropped.
+"""Who stays: sort keys and limits become a keep mask. The one place where assignments are dropped.
 
 Every assignment gets one integer in which its group (window and expert, or window and rank) fills
 the high bits, then the sort keys, then a tie-breaker that makes it unique inside its group; smaller
@@ -12,33 +12,24 @@ Nothing here makes the host wait for the device unless ``validate`` is set.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mm_capacity.capacity import SCOPES
-from mm_capacity.routing import is_visual
+from mm_capacity.sort_keys import (
+    MODALITIES,
+    SortKey,
+    float_keys,
+    hash_key,
+    modality_key,
+    pack,
+    positions_in_window,
+)
 from vlm_adapters.modality import Modality
 
 ORDERS = ("score", "order", "reverse", "random")
-MODALITIES = ("uniform", "image-first", "text-first")
-
-_WORD_BITS = 63
-
-
-@dataclass(frozen=True)
-class SortKey:
-    """One sort key; of two assignments the one with the smaller value stays.
-
-    Attributes:
-        values: int64, shape ``[T, K']``, ``[T, 1]`` or ``[1, K']``, in ``[0, 2**bits)``.
-        bits: width of the key.
-    """
-
-    values: Tensor
-    bits: int
 
 
 def keep_assignments(
@@ -62,9 +53,9 @@ def keep_assignments(
     """Which candidate assignments stay under a capacity.
 
     The candidates of one group compete: one expert in one window (scope ``expert``), or all experts
-    of one rank in one window (scope ``device``). Of each group the C greatest stay, compared by, most
-    significant first: not padding; is an original (only with ``original``); modality; order; the
-    earlier token; the greater score; the lower expert id.
+    of one rank in one window (scope ``device``). Of each group the C greatest stay, compared by,
+    most significant first: not padding; is an original (only with ``original``); modality; order;
+    the earlier token; the greater score; the lower expert id.
 
     Args:
         expert: ``[T, K']`` int64, candidate experts of each token, distinct within a token; the id
@@ -117,25 +108,28 @@ def keep_assignments(
     index = torch.arange(tokens, device=expert.device).unsqueeze(1)
     token_bits = max(tokens - 1, 0).bit_length()
     score_keys = float_keys(scores) if order == "score" or scope == "device" else []
-    keys = [_bit(tags == Modality.PAD)]
+    keys = [modality_key(tags, modality)]
     if original is not None:
-        keys.append(SortKey((~original).to(torch.int64), 1))
-    if modality != "uniform":
-        keys.append(_bit(tags == Modality.TEXT if modality == "text-first" else is_visual(tags)))
+        # Padding stays behind all else, also behind additions.
+        keys.insert(0, SortKey(original, 1, sign=-1, offset=1))
+        keys.insert(0, modality_key(tags, "uniform"))
     if order == "score":
         keys += score_keys
     elif order == "random":
         position = positions_in_window(tags != Modality.PAD, window, windows)
         keys.append(SortKey(hash_key(seed, layer, position.unsqueeze(1), expert), 32))
     if order == "reverse":
-        keys.append(SortKey(max(tokens - 1, 0) - index, token_bits))
+        keys.append(SortKey(index, token_bits, sign=-1, offset=max(tokens - 1, 0)))
     else:
         keys.append(SortKey(index, token_bits))
     if scope == "device":
         # Two assignments of one token meet in a rank's group: greater score, then lower id.
         keys += score_keys if order != "score" else []
         keys.append(SortKey(expert, experts.bit_length()))
-    limit = capacity.repeat_interleave(groups_per_window)
+    if window is None:
+        limit = capacity.expand(groups_per_window)
+    else:
+        limit = capacity.repeat_interleave(groups_per_window)
     return keep_first(group, limit, keys)
 
 
@@ -152,20 +146,17 @@ def keep_first(group: Tensor, limit: Tensor, keys: Sequence[SortKey]) -> Tensor:
         ``[T, K']`` bool.
     """
     groups = limit.shape[0]
-    packed, shift = _pack([SortKey(group, groups.bit_length()), *keys], group.shape)
-    ordered = _sorted(packed.reshape(-1))
-    firsts = torch.arange(groups + 1, device=group.device) << shift
-    start = torch.searchsorted(ordered, firsts)
+    packed = pack([SortKey(group, groups.bit_length()), *keys], group.shape)
+    ordered = _sorted(packed.words.view(-1))
+    start = torch.searchsorted(ordered, packed.firsts(groups + 1))
     end = torch.minimum(start[:-1] + limit, start[1:])
-    # The last key that stays; a group that keeps nothing gets -1, below every key.
-    last = ordered[(end - 1).clamp(min=0)] if ordered.numel() else torch.full_like(end, -1)
-    bound = torch.cat([torch.where(end > start[:-1], last, -1), last.new_full((1,), -1)])
-    return packed <= bound.index_select(0, group.reshape(-1)).view(group.shape)
+    # The first word that does not stay: the next of the group, or else of the group after it. The
+    # last group, whose entries never stay, ends where it starts.
+    bound = ordered.index_select(0, torch.cat([end, start[-1:]]))
+    return packed.words < bound.index_select(0, group.reshape(-1)).view(group.shape)
 
 
-def keep_within(
-    group: Tensor, room: Tensor, load: Tensor, keys: Sequence[SortKey]
-) -> Tensor:
+def keep_within(group: Tensor, room: Tensor, load: Tensor, keys: Sequence[SortKey]) -> Tensor:
     """Keeps, of every group, the longest run of entries in key order whose load fits.
 
     The first entry that does not fit ends the run, also when a later, lighter one would fit.
@@ -181,140 +172,38 @@ def keep_within(
         ``[T, K']`` bool.
     """
     groups = room.shape[0]
-    packed, shift = _pack([SortKey(group, groups.bit_length()), *keys], group.shape)
-    ordered, index = torch.sort(packed.reshape(-1))
-    sorted_group = ordered >> shift
+    packed = pack([SortKey(group, groups.bit_length()), *keys], group.shape)
+    ordered, index = torch.sort(packed.words.view(-1))
+    sorted_group = group.reshape(-1)[index]
     running = load.reshape(-1)[index].cumsum(0)
-    start = torch.searchsorted(ordered, torch.arange(groups + 1, device=group.device) << shift)
+    start = torch.searchsorted(ordered, packed.firsts(groups + 1))
     before = torch.cat([running.new_zeros(1), running])[start]
     limit = torch.cat([room, room.new_full((1,), -1)])
     fits = running - before[sorted_group] <= limit[sorted_group]
     return torch.empty_like(fits).scatter_(0, index, fits).view(group.shape)
 
 
-def float_keys(values: Tensor) -> list[SortKey]:
-    """Integer keys that order floats exactly: the greater float has the smaller key.
-
-    The bits of an IEEE float, read as a sign-magnitude integer, order like the float. -0.0 equals
-    0.0, as in a comparison. float64 needs two keys of 32 bits, every other type one.
-    """
-    if values.dtype == torch.float64:
-        bits = (values + 0.0).view(torch.int64)
-        bits = bits ^ ((~bits >> 63) & 0x7FFF_FFFF_FFFF_FFFF)
-        low = SortKey(bits & 0xFFFF_FFFF, 32)
-        return [SortKey((bits >> 32) & 0xFFFF_FFFF, 32), low]
-    # Adding 0.0 turns -0.0 into 0.0; half precision widens to float32 without loss.
-    narrow = (values.to(torch.float32) + 0.0).view(torch.int32)
-    narrow = narrow ^ ((~narrow >> 31) & 0x7FFF_FFFF)
-    return [SortKey(narrow.to(torch.int64) & 0xFFFF_FFFF, 32)]
-
-
-def positions_in_window(valid: Tensor, window: Tensor | None, windows: int) -> Tensor:
-    """How many valid tokens of the same window come before each token.
-
-    Unlike an index into the batch, this does not change when padding is added on either side.
-
-    Args:
-        valid: ``[T]`` bool.
-        window: ``[T]`` int64, or None for one window.
-        windows: number of windows.
-
-    Returns:
-        ``[T]`` int64.
-    """
-    counts = valid.to(torch.int64)
-    if window is None:
-        return counts.cumsum(0) - counts
-    by_window = torch.argsort(window, stable=True)
-    counts = counts[by_window]
-    before = counts.cumsum(0) - counts
-    totals = torch.zeros(windows, dtype=torch.int64, device=valid.device)
-    totals.scatter_add_(0, window, valid.to(torch.int64))
-    before -= (totals.cumsum(0) - totals)[window[by_window]]
-    return torch.empty_like(before).scatter_(0, by_window, before)
-
-
-def hash_key(seed: int, layer: int, *parts: Tensor) -> Tensor:
-    """A 32-bit integer hash of (seed, layer, parts...), the same on every device.
-
-    A generator's stream would depend on the device and on the batch's layout; a hash of what
-    identifies the assignment does not.
-    """
-    start = _mix(_mix(seed & 0xFFFF_FFFF) ^ (seed >> 32 & 0xFFFF_FFFF))
-    state: int | Tensor = _mix(start ^ layer)
-    for part in parts:
-        state = _mix(part ^ state)
-    assert isinstance(state, Tensor)
-    return state
-
-
-def _mix(x):
-    """A bijection of 32-bit integers; multiplier below 2^31, so int64 never overflows.
-
-    Source: the xor-shift-multiply construction of integer finalisers (MurmurHash3's fmix32), with
-    the multiplier 0x45d9f3b.
-    """
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFF_FFFF
-    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFF_FFFF
-    return x ^ (x >> 16)
-
-
-def _pack(keys: Sequence[SortKey], shape: torch.Size) -> tuple[Tensor, int]:
-    """Packs keys into one int64 of the given shape; returns it and the shift of the first key.
-
-    Keys that do not fit together are replaced, from the least significant on, by the rank of the
-    word they form: as long as words are unique per group, this keeps their order.
-    """
-    rest = list(keys)
-    tail: list[SortKey] = []
-    bits = sum(key.bits for key in rest)
-    while bits > _WORD_BITS:
-        tail_bits = sum(key.bits for key in tail)
-        while len(rest) > 1 and tail_bits + rest[-1].bits <= _WORD_BITS:
-            tail_bits += rest[-1].bits
-            tail.insert(0, rest.pop())
-        word = _combine(tail, shape).reshape(-1)
-        rank = torch.empty_like(word)
-        rank.scatter_(
-            0, torch.argsort(word, stable=True), torch.arange(len(word), device=word.device)
-        )
-        tail = [SortKey(rank.view(shape), max(len(word) - 1, 0).bit_length())]
-        bits = sum(key.bits for key in rest) + tail[0].bits
-    return _combine([*rest, *tail], shape), bits - keys[0].bits
-
-
-def _combine(keys: Sequence[SortKey], shape: torch.Size) -> Tensor:
-    shift = sum(key.bits for key in keys)
-    shifted = []
-    for key in keys:
-        shift -= key.bits
-        shifted.append((key.values, shift))
-    # Per-token keys first: they are summed at [T, 1], and only the sum is spread over the slots.
-    shifted.sort(key=lambda item: item[0].numel())
-    total = shifted[0][0] << shifted[0][1]
-    for values, places in shifted[1:]:
-        total = torch.add(total, values, alpha=1 << places)
-    return total.expand(shape).contiguous()
-
-
-def _sorted(keys: Tensor) -> Tensor:
-    """``keys`` ``[N]`` int64 in ascending order."""
-    if keys.device.type == "cpu":
-        # Values without indices is all that is needed, and numpy's vectorised sort returns just
-        # them, in about half the time of torch.sort.
-        return torch.from_numpy(np.sort(keys.numpy()))
-    return torch.sort(keys).values
-
-
-def _bit(flag: Tensor) -> SortKey:
-    return SortKey(flag.to(torch.int64).unsqueeze(1), 1)
+def _sorted(words: Tensor) -> Tensor:
+    """``[N + 1]`` int64: the ``[N]`` words in ascending order, then the greatest int64."""
+    last = torch.iinfo(torch.int64).max
+    if words.device.type != "cpu":
+        return torch.cat([torch.sort(words).values, words.new_full((1,), last)])
+    # Values without indices is all that is needed, and numpy's vectorised sort returns just them,
+    # in about half the time of torch.sort.
+    ordered = np.empty(len(words) + 1, dtype=np.int64)
+    ordered[:-1] = words.numpy()
+    ordered[:-1].sort()
+    ordered[-1] = last
+    return torch.from_numpy(ordered)
 
 
 def _with_sentinel(table: Tensor, last: int) -> Tensor:
     return torch.cat([table, table.new_full((1,), last)])
 
 
-def _check(expert, scores, capacity, tags, window, original, rank_of_expert, scope, modality, order):
+def _check(
+    expert, scores, capacity, tags, window, original, rank_of_expert, scope, modality, order
+):
     if expert.dim() != 2 or expert.dtype != torch.int64:
         raise ValueError(f"expert must be int64 [T, K], got {expert.dtype} {list(expert.shape)}")
     for name, value in (("scores", scores), ("original", original)):

@@ -123,7 +123,7 @@ def skipping_dropped(experts_modules: Sequence[nn.Module]) -> Iterator[list[str]
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     own = [m for m in experts_modules if not dispatches(m)]
-    configs = {id(m.config): m.config for m in experts_modules if dispatches(m)}
+    configs: dict[int, Any] = {id(m.config): m.config for m in experts_modules if dispatches(m)}
     before = {key: config._experts_implementation_internal for key, config in configs.items()}
     was_registered = SKIP_DROPPED in ALL_EXPERTS_FUNCTIONS
     if configs and not was_registered:

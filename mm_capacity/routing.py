@@ -75,7 +75,7 @@ class Routing:
     @property
     def valid(self) -> Tensor:
         """``[T]`` bool, False for padding."""
-        return self.modality != Modality.PAD
+        return self.modality != int(Modality.PAD)
 
     @property
     def visual(self) -> Tensor:
@@ -129,7 +129,7 @@ def unchanged(routing: Routing) -> Decision:
 
 def is_visual(tags: Tensor) -> Tensor:
     """True where a token is of an image or a video, the two being treated alike."""
-    return (tags == Modality.IMAGE) | (tags == Modality.VIDEO)
+    return (tags == int(Modality.IMAGE)) | (tags == int(Modality.VIDEO))
 
 
 def check_shapes(routing: Routing) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ class MoELayer:
         experts: module called as ``experts(hidden_states, top_k_index, top_k_weights)``.
         num_experts: E, routed experts only.
         top_k: K.
+        arguments: names of the experts module's arguments: hidden states, index, weights.
     """
 
     name: str
@@ -45,6 +47,7 @@ class MoELayer:
     experts: nn.Module
     num_experts: int
     top_k: int
+    arguments: tuple[str, str, str] = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,30 @@ class Adapter(ABC):
             ValueError: the inputs hold pixels but no token can be tagged as image, or the
                 tokens cannot be tagged at all (``inputs_embeds`` alone).
         """
+
+    def entry(self, model: nn.Module) -> nn.Module:
+        """The module whose forward gets the token ids: the model itself, or a part of it."""
+        return model
+
+    def seam(
+        self, model: nn.Module, layers: list[MoELayer], *, skip_dropped: bool
+    ) -> AbstractContextManager[list[MoELayer]]:
+        """Gives every layer a router and an experts module that hooks can reach.
+
+        Nothing to do for families that have them. Others stand in for a block's forward while
+        the context is open, and give back layers that name the stand-ins.
+
+        Args:
+            model: the model.
+            layers: from :meth:`moe_layers`.
+            skip_dropped: whether dropped assignments are to be left out of the work; with False
+                the result must be bit-identical to the untouched model if nothing is dropped.
+        """
+        return nullcontext(layers)
+
+    def layer_tokens(self, layer: MoELayer, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Which tokens enter a layer: ``[B, S]`` bool, or None when all do."""
+        return None
 
     @classmethod
     @abstractmethod

@@ -1,15 +1,18 @@
-"""Adapter for native transformers-5 mixture-of-experts VLMs.
+"""Adapter for native transformers-5 mixture-of-experts models.
 
-Router mathematics: a softmax over all experts, then top-k, optionally normalised; the
-router module returns ``(logits, top_k_weights, top_k_index)`` and a sibling experts module
-is called with ``(hidden_states, top_k_index, top_k_weights)`` and skips the id E. Families
-whose router differs override :meth:`NativeAdapter.read_scores`.
+Router mathematics: whatever :mod:`vlm_adapters.routers` reads off the router's class: softmax or
+sigmoid, bias for the choice, groups, normalisation, scaling. The router module returns
+``(logits, top_k_weights, top_k_index)`` and a sibling experts module is called with
+``(hidden_states, top_k_index, top_k_weights)`` and skips the id E. Shared experts are outside of
+the seam: they see every token and are never capped.
 
 Token layout: from ``mm_token_type_ids`` where the processor gives them, otherwise from the
-image and video token ids of the configuration. Start, end and separator tokens are text.
+image and video token ids of the configuration. Start, end and separator tokens are text, audio
+tokens too. Of a model without image settings every token is text.
 
-Not supported: models whose top-k sits inside the block (no router module), encoders with
-experts of their own, prompts passed as ``inputs_embeds`` without ids.
+Not supported: models whose top-k sits inside the block (no router module), experts of a vision
+or audio tower (left alone: their tokens are patches), quantised experts, prompts passed as
+``inputs_embeds`` without ids.
 
 Source: ``transformers/models/*/modeling_*.py`` of transformers 5.24 (interfaces only).
 """
@@ -25,29 +28,24 @@ from torch import Tensor, nn
 
 from .base import Adapter, LoadedVLM, MoELayer, RouterChoice, UnsupportedModelError
 from .modality import Modality
+from .native_parts import (
+    EXPERTS_ARGUMENTS,
+    check_not_quantised,
+    expert_count,
+    experts_arguments,
+    find_router,
+)
 from .registry import config_value
+from .routers import allowed_experts, formula_of_class, scores_of, selection_scores
 
-EXPERTS_ARGUMENTS = ("top_k_index", "top_k_weights")
+# Parts of a model whose tokens are not those of the prompt.
+OTHER_TOWERS = frozenset(
+    ("visual", "vision_tower", "vision_model", "vision_encoder", "audio_tower", "talker", "mtp")
+)
 IMAGE_ID_KEYS = ("image_token_id", "image_token_index")
 VIDEO_ID_KEYS = ("video_token_id", "video_token_index")
 PIXEL_KEYS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "images")
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module is called as ``experts(hidden_states, top_k_index, top_k_weights)``."""
-    if not isinstance(getattr(module, "num_experts", None), int):
-        return False
-    names = inspect.signature(type(module).forward).parameters
-    return all(name in names for name in EXPERTS_ARGUMENTS)
-
-
-def find_router(block: nn.Module, experts: nn.Module) -> nn.Module | None:
-    """The child of a block that routes: it has a ``top_k`` and is not the experts."""
-    for child in block.children():
-        if child is not experts and isinstance(getattr(child, "top_k", None), int):
-            return child
-    return None
+VISION_KEYS = ("vision_config", "vision_tower", "vision_backbone", "mm_vision_tower")
 
 
 class NativeAdapter(Adapter):
@@ -66,44 +64,66 @@ class NativeAdapter(Adapter):
         if cls.model_types:
             return config_value(config, "model_type") in cls.model_types
         text = config_value(config, "text_config")
-        has_vision = config_value(config, "vision_config") is not None
-        if text is None or not has_vision:
-            return False
-        return any((config_value(text, key) or 0) > 1 for key in EXPERT_COUNT_KEYS)
+        if text is not None and config_value(config, "vision_config") is not None:
+            return expert_count(text) > 1
+        text_only = all(config_value(config, key) is None for key in ("text_config", *VISION_KEYS))
+        return text_only and expert_count(config) > 1
+
+    @property
+    def text_only(self) -> bool:
+        """Whether the model takes no images."""
+        return all(config_value(self.config, key) is None for key in VISION_KEYS)
 
     # -- structure -------------------------------------------------------------------
 
     def moe_layers(self, model: nn.Module) -> list[MoELayer]:
-        layers = []
+        layers: list[MoELayer] = []
         for name, block in model.named_modules():
-            for child in block.children():
-                if not is_experts(child):
+            if OTHER_TOWERS.intersection(name.split(".")):
+                continue
+            for child_name, child in block.named_children():
+                arguments = experts_arguments(child)
+                if arguments is None:
+                    if child_name == "experts" and find_router(block, child) is not None:
+                        raise self._unreachable(name, child)
                     continue
-                router = find_router(block, child)
-                if router is None:
+                found = find_router(block, child)
+                if found is None:
                     raise UnsupportedModelError(
                         f"{type(model).__name__}: layer {name!r} has experts "
                         f"({type(child).__name__}) but no router module beside them (looked for a "
                         "child with an integer 'top_k'); this family needs an adapter of its own"
                     )
+                check_not_quantised(name, child)
+                formula_of_class(type(found[0]))
                 layers.append(
                     MoELayer(
                         name=name,
                         index=len(layers),
                         block=block,
-                        router=router,
+                        router=found[0],
                         experts=child,
                         num_experts=child.num_experts,
-                        top_k=router.top_k,
+                        top_k=found[1],
+                        arguments=arguments,
                     )
                 )
         if not layers:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no mixture-of-experts layer: looked through "
                 f"{sum(1 for _ in model.modules())} modules for one with 'num_experts' that is "
-                f"called with {' and '.join(EXPERTS_ARGUMENTS)}"
+                f"called with {' and '.join(EXPERTS_ARGUMENTS[0])}"
             )
         return layers
+
+    @staticmethod
+    def _unreachable(name: str, experts: nn.Module) -> UnsupportedModelError:
+        called = ", ".join(list(inspect.signature(type(experts).forward).parameters)[1:])
+        return UnsupportedModelError(
+            f"experts of layer {name!r} ({type(experts).__name__}) are called with ({called}), not "
+            f"with {' and '.join(EXPERTS_ARGUMENTS[0])}: quantised or replaced experts are out of "
+            "reach, load the model dequantised"
+        )
 
     def read_scores(self, layer: MoELayer, router_output: Any, hidden: Tensor) -> RouterChoice:
         if not isinstance(router_output, tuple) or len(router_output) != 3:
@@ -112,14 +132,20 @@ class NativeAdapter(Adapter):
                 f"{type(router_output).__name__}, expected (logits, top_k_weights, top_k_index)"
             )
         logits, weights, index = router_output
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32)
-        return RouterChoice(scores=scores, index=index, weights=weights)
+        scores = scores_of(layer.router, logits)
+        allowed = allowed_experts(layer.router, selection_scores(layer.router, scores))
+        return RouterChoice(scores=scores, index=index, weights=weights, allowed=allowed)
 
     # -- tokens ----------------------------------------------------------------------
 
+    @property
+    def token_config(self) -> Any:
+        """The configuration that holds the image and video token ids."""
+        return self.config
+
     def _token_id(self, keys: Sequence[str]) -> int | None:
         for key in keys:
-            value = config_value(self.config, key)
+            value = config_value(self.token_config, key)
             if isinstance(value, int):
                 return value
         return None
@@ -134,7 +160,8 @@ class NativeAdapter(Adapter):
         types = inputs.get("mm_token_type_ids")
         tags = torch.zeros_like(ids, dtype=torch.uint8)
         if types is not None and types.shape == ids.shape:
-            tags = types.to(torch.uint8)
+            # 3 is audio in some families: text, as far as a capacity policy is concerned.
+            tags = types.masked_fill(types > int(Modality.VIDEO), 0).to(torch.uint8)
         else:
             for keys, modality in (
                 (IMAGE_ID_KEYS, Modality.IMAGE),
@@ -169,6 +196,12 @@ class NativeAdapter(Adapter):
     # -- loading and chat ------------------------------------------------------------
 
     @classmethod
+    def tiny_model(cls, seed: int = 0) -> LoadedVLM:
+        from .tiny_build import tiny_vlm
+
+        return tiny_vlm(cls.name, seed)
+
+    @classmethod
     def load(
         cls,
         path: str,
@@ -178,11 +211,17 @@ class NativeAdapter(Adapter):
         trust_remote_code: bool = False,
         **kwargs: Any,
     ) -> LoadedVLM:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        import transformers
 
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        from .loading import read_config
+
+        text_only = cls(read_config(path)).text_only
+        kind = "AutoModelForCausalLM" if text_only else "AutoModelForImageTextToText"
+        model_class = getattr(transformers, kind)
+        processor_class = getattr(transformers, "AutoTokenizer" if text_only else "AutoProcessor")
+        processor = processor_class.from_pretrained(path, trust_remote_code=trust_remote_code)
         placed = {"device_map": device} if device == "auto" else {}
-        model = AutoModelForImageTextToText.from_pretrained(
+        model = model_class.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, **placed, **kwargs
         )
         if not placed:

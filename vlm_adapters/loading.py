@@ -35,7 +35,7 @@ def load_model(
         UnsupportedModelError: it is no vision-language MoE that an adapter takes.
     """
     if source.startswith("tiny:"):
-        return adapter_class(source.removeprefix("tiny:")).tiny_model()
+        return tiny(source.removeprefix("tiny:"))
     if adapter is not None and adapter not in ADAPTERS:
         raise ValueError(f"unknown adapter {adapter!r}; known: {', '.join(ADAPTERS)}")
     cls = adapter_class(adapter) if adapter else adapter_class_for(read_config(source))
@@ -49,6 +49,25 @@ def load_model(
         raise ModelLoadError(
             f"model {source!r} could not be loaded: {_first_line(error)}"
         ) from error
+
+
+def tiny(name: str) -> LoadedVLM:
+    """A tiny random model: of an adapter that makes its own, or of the table of native families.
+
+    Raises:
+        ValueError: unknown; lists the known ones.
+    """
+    from .tiny_families import FAMILIES
+
+    own = name in ADAPTERS and name != "native"
+    if not own and name not in FAMILIES:
+        known = sorted({*ADAPTERS, *FAMILIES} - {"native"})
+        raise ValueError(f"unknown tiny family {name!r}; known: {', '.join(known)}")
+    if own:
+        return adapter_class(name).tiny_model()
+    from .tiny_build import tiny_vlm
+
+    return tiny_vlm(name)
 
 
 def read_config(source: str) -> dict[str, Any]:

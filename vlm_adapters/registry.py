@@ -17,6 +17,12 @@ ADAPTERS: dict[str, str] = {
     "qwen3_vl_moe": "vlm_adapters.qwen3_vl_moe:Qwen3VLMoeAdapter",
     "molmoe": "vlm_adapters.molmoe.adapter:MolmoEAdapter",
     "deepseek_vl2": "vlm_adapters.deepseek_vl2.adapter:DeepseekVL2Adapter",
+    "gemma4": "vlm_adapters.gemma4:Gemma4Adapter",
+    "inkling_mm_model": "vlm_adapters.inkling:InklingAdapter",
+    "ernie4_5_vl_moe": "vlm_adapters.ernie4_5_vl_moe:Ernie45VLMoeAdapter",
+    "qwen3_omni_moe_thinker": "vlm_adapters.qwen3_omni_moe:Qwen3OmniMoeAdapter",
+    "llama4": "vlm_adapters.llama4:Llama4Adapter",
+    "diffusion_gemma": "vlm_adapters.diffusion_gemma:DiffusionGemmaAdapter",
     # Last: takes any native model whose MoE layers have the usual seam.
     "native": "vlm_adapters.generic:NativeAdapter",
 }

@@ -78,7 +78,7 @@ def apply_keep(
         ``expert`` and ``weights`` after the decision.
     """
     kept_expert = torch.where(keep, expert, routing.experts)
-    kept_weights = torch.where(keep, weights, 0)
+    kept_weights = torch.where(keep, weights, weights.new_zeros(()))
     if renormalize:
         # Sums in double: an untouched token then gets a factor of exactly 1.
         before = routing.weights.sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -110,7 +110,8 @@ def number(name: str, value: object, low: float = -math.inf, high: float = math.
 
 def integer(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
     """Raises ValueError unless ``value`` is an integer in ``[low, high]``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+    ok = isinstance(value, Integral) and not isinstance(value, bool)
+    if not ok or not low <= int(value) <= high:  # type: ignore[call-overload]
         raise ValueError(f"{name} must be an integer{_between(low, high)}, got {value!r}")
 
 
@@ -132,7 +133,7 @@ def read_calibration(name: str, value: str | dict[str, Any], *keys: str) -> dict
         ValueError: the file is missing, is no JSON, holds no object, or lacks an entry.
     """
     table: Any = value
-    shown = value if isinstance(value, str) else type(value).__name__
+    shown = type(value).__name__ if isinstance(value, (dict, list)) else value
     if isinstance(value, str):
         try:
             table = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
@@ -141,10 +142,14 @@ def read_calibration(name: str, value: str | dict[str, Any], *keys: str) -> dict
         except json.JSONDecodeError as error:
             raise ValueError(f"{name}: {value!r} is not JSON: {error}") from None
     if not isinstance(table, dict):
-        raise ValueError(f"{name} must be a dictionary or a JSON file that holds one, got {shown!r}")
+        raise ValueError(
+            f"{name} must be a dictionary or a JSON file that holds one, got {shown!r}"
+        )
     for key in keys:
         if not isinstance(table.get(key), list) or not table[key]:
-            raise ValueError(f"{name} must have a list {key!r}, one item per MoE layer, got {shown!r}")
+            raise ValueError(
+                f"{name} must have a list {key!r}, one item per MoE layer, got {shown!r}"
+            )
     return table
 
 

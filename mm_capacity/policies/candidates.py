@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mm_capacity.enforce import SortKey, float_keys, keep_first
+from mm_capacity.enforce import keep_first
 from mm_capacity.routing import Routing
+from mm_capacity.sort_keys import SortKey, float_keys
 
 
 @dataclass(frozen=True)
@@ -116,21 +117,22 @@ def next_best_experts(routing: Routing, count: int) -> Tensor:
         ``[T, min(count, E - K)]`` int64, best first, NO_EXPERT where fewer are allowed.
     """
     count = min(count, routing.experts - routing.top_k)
-    key = torch.zeros_like(routing.scores, dtype=torch.int64)
-    out = torch.zeros_like(key, dtype=torch.bool).scatter_(1, routing.expert, True)
+    out = torch.zeros_like(routing.scores, dtype=torch.bool).scatter_(1, routing.expert, True)
     out |= ~routing.valid.unsqueeze(1)
     if routing.allowed is not None:
         out |= ~routing.allowed
     keys = float_keys(routing.scores)
     if len(keys) == 1:
-        ids = torch.arange(routing.experts, device=key.device)
-        key = (keys[0].values << 30 | ids).masked_fill(out, torch.iinfo(torch.int64).max)
+        ids = torch.arange(routing.experts, device=out.device)
+        key = torch.add(ids, keys[0].values, alpha=-(1 << 30))  # greater score, then lower id
+        key.masked_fill_(out, torch.iinfo(torch.int64).max)
         best = key.topk(count, dim=1, largest=False)
         chosen, left_out = best.indices, best.values == torch.iinfo(torch.int64).max
     else:
         # float64: no room for the id beside the key, so a stable sort keeps the lower id first.
-        ranked = torch.sort(routing.scores.masked_fill(out, -torch.inf) + 0.0, dim=1,
-                            descending=True, stable=True).indices
+        ranked = torch.sort(
+            routing.scores.masked_fill(out, -torch.inf) + 0.0, dim=1, descending=True, stable=True
+        ).indices
         by_out = out.gather(1, ranked).to(torch.uint8).argsort(dim=1, stable=True)
         chosen = ranked.gather(1, by_out)[:, :count]
         left_out = out.gather(1, chosen)
@@ -155,7 +157,7 @@ def strongest_per_token(candidates: Candidates, keep: Tensor, experts: int, most
     token = torch.arange(tokens, device=keep.device).unsqueeze(1)
     keys = float_keys(candidates.scores)
     if candidates.original is not None:
-        keys.insert(0, SortKey((~candidates.original).to(torch.int64), 1))
+        keys.insert(0, SortKey(candidates.original, 1, sign=-1, offset=1))
     keys.append(SortKey(candidates.expert, experts.bit_length()))
     limit = torch.full((tokens,), most, dtype=torch.int64, device=keep.device)
     return keep_first(torch.where(keep, token, tokens), limit, keys)

@@ -2,8 +2,8 @@
 
 Source: arXiv 2503.05066, section 3.2 and Algorithm 2 (a token's candidates are the router's top-K
 plus the experts on its own rank); ``expand-global`` (candidates are the router's top-(K * rounds))
-is what that paper's MolmoE code does. Not public: how the paper weighs an added expert; here it gets
-its score times the router's scale for this token.
+is what that paper's MolmoE code does. Not public: how the paper weighs an added expert; here it
+gets its score times the router's scale for this token.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ExpandedDrop(TokenDrop):
             return
         object.__setattr__(self, "_warned", True)
         warnings.warn(
-            "expanded-drop with overflow='expand' and every expert on one rank makes every expert a "
-            "candidate of every token: this is expert-choice routing. Set more ranks, or "
+            "expanded-drop with overflow='expand' and every expert on one rank makes every expert "
+            "a candidate of every token: this is expert-choice routing. Set more ranks, or "
             "overflow='expand-global', for what the method is meant to be.",
             stacklevel=4,
         )

@@ -14,10 +14,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from mm_capacity import capacity as cap
-from mm_capacity.enforce import MODALITIES, ORDERS, keep_assignments
+from mm_capacity.enforce import ORDERS, keep_assignments
 from mm_capacity.policies.base import Policy, apply_keep, flag, integer, one_of
 from mm_capacity.policies.candidates import Candidates, originals
 from mm_capacity.routing import Decision, Routing
+from mm_capacity.sort_keys import MODALITIES
 
 
 @dataclass(frozen=True, kw_only=True)

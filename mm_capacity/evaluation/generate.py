@@ -1,0 +1,200 @@
+"""Questions to answers: batches, prepared inputs, greedy decoding under a policy."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mm_capacity.evaluation.models import ModelHandle
+
+DEFAULT_CACHE_BYTES = 2**30
+GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+
+
+def plain_index(index: Any) -> Any:
+    """A question's index as a plain int or str, so that it survives JSON."""
+    return index if isinstance(index, str) else int(index)
+
+
+def split_batches(frame: Any, size: int) -> list[list[Any]]:
+    """Indices of consecutive questions, ``size`` at a time."""
+    indices = [plain_index(index) for index in frame["index"]]
+    return [indices[start : start + size] for start in range(0, len(indices), size)]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Model inputs of one batch, and the questions that could not be prepared.
+
+    Attributes:
+        indices: questions in the rows of ``inputs``.
+        inputs: keyword arguments of ``generate``, None when no question is left.
+        lost: index -> reason.
+    """
+
+    indices: list[Any]
+    inputs: Mapping[str, Any] | None
+    lost: dict[Any, str] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        tensors = (self.inputs or {}).values()
+        return sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "element_size"))
+
+
+class Preparer:
+    """Prepares the batches of one data set for one model, and keeps what fits.
+
+    Preprocessing is the same under every policy, so what is kept saves it for all runs but
+    the first. Batches are kept in order until the memory is used up, and never replaced: a
+    sweep walks through all of them, so replacing the oldest would never hit.
+
+    Args:
+        handle: the model; loaded when the first batch is prepared.
+        data: the opened data set.
+        batches: indices of the questions of each batch.
+        cache_bytes: most memory to use.
+    """
+
+    def __init__(
+        self,
+        handle: ModelHandle,
+        data: Any,
+        batches: Sequence[Sequence[Any]],
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        self.handle = handle
+        self.data = data
+        self.batches = batches
+        self._room = cache_bytes
+        self._kept: dict[int, Prepared] = {}
+
+    def __getitem__(self, number: int) -> Prepared:
+        if number in self._kept:
+            return self._kept[number]
+        prepared = self._prepare(self.batches[number])
+        if prepared.n_bytes <= self._room:
+            self._room -= prepared.n_bytes
+            self._kept[number] = prepared
+        return prepared
+
+    def _prepare(self, indices: Sequence[Any]) -> Prepared:
+        from mm_capacity.evaluation.datasets import BadQuestion
+
+        conversations: dict[Any, Any] = {}
+        lost: dict[Any, str] = {}
+        for index in indices:
+            try:
+                conversations[index] = self.data.messages(index)
+            except BadQuestion as error:
+                lost[index] = str(error.reason)
+        if not conversations:
+            return Prepared([], None, lost)
+        try:
+            inputs = self.handle.vlm.prepare_batch(list(conversations.values()))
+        except ValueError:
+            # The processor refuses the batch: find the questions that it refuses alone.
+            refused = self._refused(conversations)
+            if not refused:
+                raise
+            lost.update(refused)
+            good = {i: c for i, c in conversations.items() if i not in refused}
+            inputs = self.handle.vlm.prepare_batch(list(good.values())) if good else None
+            return Prepared(list(good), inputs, lost)
+        return Prepared(list(conversations), inputs, lost)
+
+    def _refused(self, conversations: Mapping[Any, Any]) -> dict[Any, str]:
+        refused = {}
+        for index, conversation in conversations.items():
+            try:
+                self.handle.vlm.prepare(conversation)
+            except ValueError as error:
+                refused[index] = f"the processor refused it: {error}"
+        return refused
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Answers to one batch.
+
+    Attributes:
+        texts: one per row of the inputs.
+        loads: load counts (``trace.frame()``).
+        layers: load of every layer (``trace.layers()``).
+        seconds: time of ``generate``, including the policy.
+        notes: what the policy, the hooks or the model had to say, each text once.
+    """
+
+    texts: list[str]
+    loads: Any
+    layers: Any
+    seconds: float
+    notes: list[str]
+
+
+def answer(
+    vlm: Any,
+    inputs: Mapping[str, Any],
+    policy: Any,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    ep_size: int = 1,
+    trace_window: str = "sequence",
+    check: bool = False,
+) -> Answered:
+    """Answers one batch greedily under a policy.
+
+    The policy is attached for this batch only, and random numbers start from ``seed``, so a
+    batch's answers do not depend on the batches before it: a resumed run gives what an
+    uninterrupted one gives.
+
+    Args:
+        vlm: the loaded model.
+        inputs: from :meth:`vlm_adapters.base.LoadedVLM.prepare_batch`.
+        policy: from :func:`mm_capacity.policies.make_policy`.
+        max_new_tokens: longest answer, in tokens.
+        seed: of torch's generators.
+        ep_size: R.
+        trace_window: what the load is counted over: "sequence" or "batch".
+        check: assert load <= C in every layer.
+    """
+    import torch
+
+    from mm_capacity.attach import limit_capacity
+
+    torch.manual_seed(seed)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch.no_grad(),
+        limit_capacity(
+            vlm.model,
+            policy,
+            adapter=vlm.adapter,
+            ep_size=ep_size,
+            trace_window=trace_window,
+            check=check,
+        ) as trace,
+    ):
+        warnings.simplefilter("default")
+        _synchronize(vlm.model)
+        start = time.perf_counter()
+        generated = vlm.model.generate(**inputs, max_new_tokens=max_new_tokens, **GREEDY)
+        _synchronize(vlm.model)
+        seconds = time.perf_counter() - start
+    notes = dict.fromkeys([*trace.notes, *(str(w.message) for w in caught)])
+    texts = vlm.decode(inputs, generated)
+    return Answered(list(texts), trace.frame(), trace.layers(), seconds, list(notes))
+
+
+def _synchronize(model: Any) -> None:
+    """Waits for the accelerator, so that the clock measures work and not launches."""
+    import torch
+
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""What ``python -m mm_capacity.inspect`` shows."""

@@ -1,0 +1,198 @@
+"""Sort keys: floats, hashes and flags as integers, packed so that one sort compares them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vlm_adapters.modality import Modality
+
+MODALITIES = ("uniform", "image-first", "text-first")
+
+_WORD_BITS = 63
+
+
+@dataclass(frozen=True)
+class SortKey:
+    """One sort key, offset + sign * values; of two assignments the one with the smaller key stays.
+
+    Attributes:
+        values: integers, shape ``[T, K']``, ``[T, 1]`` or ``[1, K']``.
+        bits: width, at most 32: offset + sign * values lies in ``[0, 2**bits)``.
+        sign: 1 (smaller values stay) or -1 (greater values stay).
+        offset: see above. It is added to the packed word once, which costs nothing, where shifting
+            the values themselves would cost a pass over them.
+    """
+
+    values: Tensor
+    bits: int
+    sign: int = 1
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bits <= 32:
+            raise ValueError(f"bits must lie in [0, 32], got {self.bits}")
+
+
+def float_keys(values: Tensor) -> list[SortKey]:
+    """Integer keys that order floats exactly: the greater float has the smaller key.
+
+    The bits of an IEEE float, read as a sign-magnitude integer, order like the float; turning over
+    all bits but the sign of the negative ones makes them a two's-complement integer that does.
+    -0.0 equals 0.0, as in a comparison. float64 needs two keys of 32 bits, every other type one.
+    """
+    # Adding 0.0 turns -0.0 into 0.0; half precision widens to float32 without loss.
+    if values.dtype == torch.float64:
+        bits = (values + 0.0).view(torch.int64)
+        bits ^= (bits >> 63) & 0x7FFF_FFFF_FFFF_FFFF
+        return [
+            SortKey(bits >> 32, 32, sign=-1, offset=2**31 - 1),
+            SortKey(bits & 0xFFFF_FFFF, 32, sign=-1, offset=2**32 - 1),
+        ]
+    bits = (values.to(torch.float32) + 0.0).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFF_FFFF
+    return [SortKey(bits, 32, sign=-1, offset=2**31 - 1)]
+
+
+def modality_key(tags: Tensor, modality: str) -> SortKey:
+    """Padding goes first, then what the modality order says.
+
+    Args:
+        tags: ``[T]`` uint8 of :class:`~vlm_adapters.modality.Modality`.
+        modality: ``"uniform"``, ``"image-first"`` or ``"text-first"``.
+    """
+    if modality == "image-first":
+        # TEXT 0, IMAGE 1, VIDEO 2, PAD 3 become 0, 1, 1, 2.
+        return SortKey(((tags + 1) >> 1).unsqueeze(1), 2)
+    padding = (tags == int(Modality.PAD)).to(torch.uint8)
+    if modality == "uniform":
+        return SortKey(padding.unsqueeze(1), 1)
+    return SortKey((padding * 2 + (tags == Modality.TEXT)).unsqueeze(1), 2)
+
+
+def positions_in_window(valid: Tensor, window: Tensor | None, windows: int) -> Tensor:
+    """How many valid tokens of the same window come before each token.
+
+    Unlike an index into the batch, this does not change when padding is added on either side.
+
+    Args:
+        valid: ``[T]`` bool.
+        window: ``[T]`` int64, or None for one window.
+        windows: number of windows.
+
+    Returns:
+        ``[T]`` int64.
+    """
+    counts = valid.to(torch.int64)
+    if window is None:
+        return counts.cumsum(0) - counts
+    by_window = torch.argsort(window, stable=True)
+    counts = counts[by_window]
+    before = counts.cumsum(0) - counts
+    totals = torch.zeros(windows, dtype=torch.int64, device=valid.device)
+    totals.scatter_add_(0, window, valid.to(torch.int64))
+    before -= (totals.cumsum(0) - totals)[window[by_window]]
+    return torch.empty_like(before).scatter_(0, by_window, before)
+
+
+def hash_key(seed: int, layer: int, *parts: Tensor) -> Tensor:
+    """A 32-bit integer hash of (seed, layer, parts...), the same on every device.
+
+    A generator's stream would depend on the device and on the batch's layout; a hash of what
+    identifies the assignment does not.
+    """
+    start = _mix(_mix(seed & 0xFFFF_FFFF) ^ (seed >> 32 & 0xFFFF_FFFF))
+    state: int | Tensor = _mix(start ^ layer)
+    for part in parts:
+        state = _mix(part ^ state)
+    assert isinstance(state, Tensor)
+    return state
+
+
+def _mix(x):
+    """A bijection of 32-bit integers; multiplier below 2^31, so int64 never overflows.
+
+    Source: the xor-shift-multiply construction of integer finalisers (MurmurHash3's fmix32), with
+    the multiplier 0x45d9f3b.
+    """
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFF_FFFF
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFF_FFFF
+    return x ^ (x >> 16)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sort keys in one integer per entry.
+
+    Attributes:
+        words: ``[T, K']`` int64; smaller comes first.
+        shift: bits below the first key.
+        constant: what was left out of every word: word + constant is not negative and holds the
+            first key in the bits from ``shift`` on.
+    """
+
+    words: Tensor
+    shift: int
+    constant: int
+
+    def firsts(self, count: int) -> Tensor:
+        """``[count]`` int64, the smallest word whose first key is 0, 1, 2, ..."""
+        step = 1 << self.shift
+        stop = (count - 1) * step + 1 - self.constant
+        return torch.arange(-self.constant, stop, step, device=self.words.device)
+
+
+def pack(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
+    """Packs keys, most significant first, into one int64 per entry.
+
+    Keys that do not fit together are replaced, from the least significant on, by the rank of the
+    word they form. Entries that all keys together tell apart keep their order. Each round takes in
+    at least one more key: a rank of fewer than 2^31 entries and a key of 32 bits fit in one word.
+
+    Args:
+        keys: sort keys.
+        shape: ``[T, K']``, to which their values broadcast.
+    """
+    rest = list(keys)
+    tail: list[SortKey] = []
+    bits = sum(key.bits for key in rest)
+    while bits > _WORD_BITS:
+        tail_bits = sum(key.bits for key in tail)
+        while len(rest) > 1 and tail_bits + rest[-1].bits <= _WORD_BITS:
+            tail_bits += rest[-1].bits
+            tail.insert(0, rest.pop())
+        word = _combine(tail, shape).words.reshape(-1)
+        rank = torch.empty_like(word)
+        rank.scatter_(
+            0, torch.argsort(word, stable=True), torch.arange(len(word), device=word.device)
+        )
+        tail = [SortKey(rank.view(shape), max(len(word) - 1, 0).bit_length())]
+        bits = sum(key.bits for key in rest) + tail[0].bits
+    return _combine([*rest, *tail], shape)
+
+
+def _combine(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
+    """The words that the keys form; together they must fit."""
+    place = sum(key.bits for key in keys)
+    shift = place - keys[0].bits
+    constant = 0
+    terms = []
+    for key in keys:
+        place -= key.bits
+        constant += key.offset << place
+        terms.append((key.values, key.sign * (1 << place)))
+    # Per-token keys first: they are summed at [T, 1], and only the sum is spread over the slots.
+    terms.sort(key=lambda term: term[0].numel())
+    values, factor = terms[0]
+    words = (
+        values if values.dtype == torch.int64 and factor == 1 else values.to(torch.int64) * factor
+    )
+    for number, (values, factor) in enumerate(terms[1:]):
+        if number > 0 and words.shape == shape:
+            words.add_(values, alpha=factor)
+        else:
+            words = torch.add(words, values, alpha=factor)
+    return Packed(words.expand(shape).contiguous(), shift, constant)
