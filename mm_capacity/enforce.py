@@ -25,6 +25,7 @@ from mm_capacity.sort_keys import (
     hash_key,
     modality_key,
     pack,
+    pack_top,
     positions_in_window,
 )
 from vlm_adapters.modality import Modality
@@ -105,23 +106,20 @@ def keep_assignments(
         in_window = group + (window * groups_per_window).unsqueeze(1)
         group = torch.where(group == groups_per_window, no_group, in_window)
 
-    index = torch.arange(tokens, device=expert.device).unsqueeze(1)
+    index = torch.arange(tokens, dtype=torch.int32, device=expert.device).unsqueeze(1)
     token_bits = max(tokens - 1, 0).bit_length()
     score_keys = float_keys(scores) if order == "score" or scope == "device" else []
     keys = [modality_key(tags, modality)]
     if original is not None:
         # Padding stays behind all else, also behind additions.
-        keys.insert(0, SortKey(original, 1, sign=-1, offset=1))
+        keys.insert(0, SortKey(original, 1, descending=True))
         keys.insert(0, modality_key(tags, "uniform"))
     if order == "score":
         keys += score_keys
     elif order == "random":
         position = positions_in_window(tags != Modality.PAD, window, windows)
         keys.append(SortKey(hash_key(seed, layer, position.unsqueeze(1), expert), 32))
-    if order == "reverse":
-        keys.append(SortKey(index, token_bits, sign=-1, offset=max(tokens - 1, 0)))
-    else:
-        keys.append(SortKey(index, token_bits))
+    keys.append(SortKey(index, token_bits, descending=order == "reverse"))
     if scope == "device":
         # Two assignments of one token meet in a rank's group: greater score, then lower id.
         keys += score_keys if order != "score" else []
@@ -145,15 +143,53 @@ def keep_first(group: Tensor, limit: Tensor, keys: Sequence[SortKey]) -> Tensor:
     Returns:
         ``[T, K']`` bool.
     """
-    groups = limit.shape[0]
-    packed = pack([SortKey(group, groups.bit_length()), *keys], group.shape)
-    ordered = _sorted(packed.words.view(-1))
-    start = torch.searchsorted(ordered, packed.firsts(groups + 1))
+    keys = [SortKey(group, limit.shape[0].bit_length()), *keys]
+    if group.device.type == "cpu":
+        return _keep_first_on_cpu(group, limit, keys)
+    return _keep_first(group, limit, keys)
+
+
+def _keep_first(group: Tensor, limit: Tensor, keys: Sequence[SortKey]) -> Tensor:
+    """:func:`keep_first` by one sort of packed keys; ``keys`` begin with the group."""
+    packed = pack(keys, group.shape)
+    last = packed.words.new_full((1,), torch.iinfo(torch.int64).max)
+    ordered = torch.cat([torch.sort(packed.words.view(-1)).values, last])
+    start = torch.searchsorted(ordered, packed.firsts(limit.shape[0] + 1))
     end = torch.minimum(start[:-1] + limit, start[1:])
     # The first word that does not stay: the next of the group, or else of the group after it. The
     # last group, whose entries never stay, ends where it starts.
     bound = ordered.index_select(0, torch.cat([end, start[-1:]]))
     return packed.words < bound.index_select(0, group.reshape(-1)).view(group.shape)
+
+
+def _keep_first_on_cpu(group: Tensor, limit: Tensor, keys: Sequence[SortKey]) -> Tensor:
+    """:func:`keep_first` in half the memory traffic: by the keys' highest 31 bits, then the ties.
+
+    Half-width words sort in a third of the time. Those that equal their group's bound are few, and
+    the whole keys settle them. How many there are is data, which only on the CPU costs no waiting.
+    """
+    groups, shape = limit.shape[0], group.shape
+    packed, exact = pack_top(keys, shape)
+    words, group_of = packed.words.numpy().reshape(-1), group.reshape(-1).numpy()
+    ordered = np.empty(len(words) + 1, dtype=np.int32)
+    ordered[:-1] = words
+    ordered[:-1].sort()
+    ordered[-1] = np.iinfo(np.int32).max
+    start = np.searchsorted(ordered, packed.firsts(groups + 1).numpy())
+    end = start.copy()  # the last group ends where it starts
+    np.minimum(start[:-1] + limit.numpy(), start[1:], out=end[:-1])
+    bound = ordered[end]
+    bound_of = bound.take(group_of)
+    keep = torch.from_numpy(words < bound_of).view(shape)
+    # Of the entries that equal the bound, those before ``end`` stay.
+    ties = end - np.searchsorted(ordered, bound)
+    if exact or not ties.any():
+        return keep
+    tied = torch.from_numpy(np.flatnonzero((words == bound_of) & (ties > 0).take(group_of)))
+    row, column = tied // shape[1], tied % shape[1]
+    some = [key.at(row, column, shape) for key in keys]
+    keep[row, column] = _keep_first(some[0].values, torch.from_numpy(ties[:-1]), some).view(-1)
+    return keep
 
 
 def keep_within(group: Tensor, room: Tensor, load: Tensor, keys: Sequence[SortKey]) -> Tensor:
@@ -181,20 +217,6 @@ def keep_within(group: Tensor, room: Tensor, load: Tensor, keys: Sequence[SortKe
     limit = torch.cat([room, room.new_full((1,), -1)])
     fits = running - before[sorted_group] <= limit[sorted_group]
     return torch.empty_like(fits).scatter_(0, index, fits).view(group.shape)
-
-
-def _sorted(words: Tensor) -> Tensor:
-    """``[N + 1]`` int64: the ``[N]`` words in ascending order, then the greatest int64."""
-    last = torch.iinfo(torch.int64).max
-    if words.device.type != "cpu":
-        return torch.cat([torch.sort(words).values, words.new_full((1,), last)])
-    # Values without indices is all that is needed, and numpy's vectorised sort returns just them,
-    # in about half the time of torch.sort.
-    ordered = np.empty(len(words) + 1, dtype=np.int64)
-    ordered[:-1] = words.numpy()
-    ordered[:-1].sort()
-    ordered[-1] = last
-    return torch.from_numpy(ordered)
 
 
 def _with_sentinel(table: Tensor, last: int) -> Tensor:

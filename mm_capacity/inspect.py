@@ -136,7 +136,9 @@ def _load(args: argparse.Namespace) -> Any:
             trust_remote_code=args.trust_remote_code,
         )
         if args.tiny is not None and args.dtype != "auto":
-            vlm.model.to(dtype=_dtype(args.dtype))
+            from vlm_adapters.tiny_build import to_dtype
+
+            to_dtype(vlm.model, _dtype(args.dtype))
         vlm.adapter.moe_layers(vlm.model)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise UserError(f"{args.model or args.tiny}: {' '.join(str(error).split())}") from error

@@ -13,28 +13,52 @@ from vlm_adapters.modality import Modality
 MODALITIES = ("uniform", "image-first", "text-first")
 
 _WORD_BITS = 63
+_HALF_WORD_BITS = 31
 
 
 @dataclass(frozen=True)
 class SortKey:
-    """One sort key, offset + sign * values; of two assignments the one with the smaller key stays.
+    """One sort key; of two assignments the one with the smaller key stays.
+
+    The key is ``offset + sign * values``. The offset joins the packed word as one constant, where
+    shifting and turning the values themselves would cost passes over them.
 
     Attributes:
-        values: integers, shape ``[T, K']``, ``[T, 1]`` or ``[1, K']``.
-        bits: width, at most 32: offset + sign * values lies in ``[0, 2**bits)``.
-        sign: 1 (smaller values stay) or -1 (greater values stay).
-        offset: see above. It is added to the packed word once, which costs nothing, where shifting
-            the values themselves would cost a pass over them.
+        values: integers, shape ``[T, K']`` or ``[T, 1]``.
+        bits: width of the values, at most 32.
+        descending: greater values stay.
+        signed: values lie in ``[-2**(bits-1), 2**(bits-1))``, not in ``[0, 2**bits)``.
     """
 
     values: Tensor
     bits: int
-    sign: int = 1
-    offset: int = 0
+    descending: bool = False
+    signed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.bits <= 32:
             raise ValueError(f"bits must lie in [0, 32], got {self.bits}")
+
+    @property
+    def sign(self) -> int:
+        return -1 if self.descending else 1
+
+    @property
+    def offset(self) -> int:
+        """Puts the key into ``[0, 2**bits)``."""
+        top = 2 ** (self.bits - 1) if self.signed else 2**self.bits
+        return top - 1 if self.descending else top if self.signed else 0
+
+    def top(self, bits: int) -> SortKey:
+        """The ``bits`` highest bits of this key, as a key."""
+        if bits == self.bits:
+            return self
+        return SortKey(self.values >> (self.bits - bits), bits, self.descending, self.signed)
+
+    def at(self, row: Tensor, column: Tensor, shape: torch.Size) -> SortKey:
+        """This key for M of the entries, with values ``[M, 1]``."""
+        values = self.values.expand(shape)[row, column].unsqueeze(1)
+        return SortKey(values, self.bits, self.descending, self.signed)
 
 
 def float_keys(values: Tensor) -> list[SortKey]:
@@ -49,12 +73,14 @@ def float_keys(values: Tensor) -> list[SortKey]:
         bits = (values + 0.0).view(torch.int64)
         bits ^= (bits >> 63) & 0x7FFF_FFFF_FFFF_FFFF
         return [
-            SortKey(bits >> 32, 32, sign=-1, offset=2**31 - 1),
-            SortKey(bits & 0xFFFF_FFFF, 32, sign=-1, offset=2**32 - 1),
+            SortKey(bits >> 32, 32, descending=True, signed=True),
+            SortKey(bits & 0xFFFF_FFFF, 32, descending=True),
         ]
     bits = (values.to(torch.float32) + 0.0).view(torch.int32)
-    bits ^= (bits >> 31) & 0x7FFF_FFFF
-    return [SortKey(bits, 32, sign=-1, offset=2**31 - 1)]
+    turn = bits >> 31
+    turn &= 0x7FFF_FFFF
+    turn ^= bits
+    return [SortKey(turn, 32, descending=True, signed=True)]
 
 
 def modality_key(tags: Tensor, modality: str) -> SortKey:
@@ -128,7 +154,7 @@ class Packed:
     """Sort keys in one integer per entry.
 
     Attributes:
-        words: ``[T, K']`` int64; smaller comes first.
+        words: ``[T, K']`` int64 or int32; smaller comes first.
         shift: bits below the first key.
         constant: what was left out of every word: word + constant is not negative and holds the
             first key in the bits from ``shift`` on.
@@ -139,10 +165,12 @@ class Packed:
     constant: int
 
     def firsts(self, count: int) -> Tensor:
-        """``[count]`` int64, the smallest word whose first key is 0, 1, 2, ..."""
+        """``[count]``, the smallest word whose first key is 0, 1, 2, ..."""
         step = 1 << self.shift
         stop = (count - 1) * step + 1 - self.constant
-        return torch.arange(-self.constant, stop, step, device=self.words.device)
+        return torch.arange(
+            -self.constant, stop, step, dtype=self.words.dtype, device=self.words.device
+        )
 
 
 def pack(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
@@ -174,8 +202,30 @@ def pack(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
     return _combine([*rest, *tail], shape)
 
 
-def _combine(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
-    """The words that the keys form; together they must fit."""
+def pack_top(keys: Sequence[SortKey], shape: torch.Size) -> tuple[Packed, bool]:
+    """Packs the 31 highest bits of the keys into one int32 per entry.
+
+    Args:
+        keys: sort keys, most significant first.
+        shape: ``[T, K']``, to which their values broadcast.
+
+    Returns:
+        The words, and whether they hold all bits of the keys.
+    """
+    left, cut = _HALF_WORD_BITS, []
+    for key in keys:
+        cut.append(key.top(min(left, key.bits)))
+        left -= cut[-1].bits
+        if not left:
+            break
+    fits = sum(key.bits for key in keys) <= _HALF_WORD_BITS
+    return _combine(cut, shape, torch.int32), fits
+
+
+def _combine(
+    keys: Sequence[SortKey], shape: torch.Size, dtype: torch.dtype = torch.int64
+) -> Packed:
+    """The words that the keys form; together they must fit in the non-negative range of dtype."""
     place = sum(key.bits for key in keys)
     shift = place - keys[0].bits
     constant = 0
@@ -186,13 +236,15 @@ def _combine(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
         terms.append((key.values, key.sign * (1 << place)))
     # Per-token keys first: they are summed at [T, 1], and only the sum is spread over the slots.
     terms.sort(key=lambda term: term[0].numel())
-    values, factor = terms[0]
-    words = (
-        values if values.dtype == torch.int64 and factor == 1 else values.to(torch.int64) * factor
-    )
-    for number, (values, factor) in enumerate(terms[1:]):
-        if number > 0 and words.shape == shape:
+    words = None
+    for values, factor in terms:
+        if values.dtype.itemsize > dtype.itemsize:
+            values = values.to(dtype)
+        if words is None:
+            words = values.to(dtype) * factor
+        elif words.shape == shape:
             words.add_(values, alpha=factor)
         else:
             words = torch.add(words, values, alpha=factor)
+    assert words is not None
     return Packed(words.expand(shape).contiguous(), shift, constant)

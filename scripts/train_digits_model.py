@@ -23,6 +23,7 @@ from digits_model.architecture import build_model, build_processor
 from digits_model.batches import IGNORE, KINDS, LOOKUPS, MAX_SHIFT, Batch, BatchMaker
 from digits_model.tokenizer import build_tokenizer
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 AUX_LAYER = 1  # hidden states after the second decoder layer
 LOOKUP_LAYERS = (2, 3)
@@ -57,9 +58,9 @@ def stages(scale: float) -> list[Stage]:
     """
     plan = [
         Stage("see", 480, rows=32, questions=0, reading=0),
-        Stage("match", 250, rows=12, questions=5, reading=0, with_image=False),
+        Stage("match", 450, rows=16, questions=5, reading=0, with_image=False),
         Stage("read", 400, rows=12, questions=2, reading=2),
-        Stage("answer", 1200, rows=12, questions=5, reading=1),
+        Stage("answer", 1500, rows=12, questions=5, reading=1),
     ]
     return [replace(stage, steps=max(1, round(stage.steps * scale))) for stage in plan]
 
@@ -153,6 +154,15 @@ def forward(model: nn.Module, batch: Batch, layers: int | None = None) -> Tensor
     return model.lm_head(out.last_hidden_state)
 
 
+def answer_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of the answers, weighted by ``batch.weights``."""
+    each = F.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    weights = (batch.weights * (batch.labels != IGNORE)).flatten()
+    return (each * weights).sum() / weights.sum()
+
+
 def balance_loss(router_logits: list[Tensor], valid: Tensor, top_k: int) -> Tensor:
     """Load-balancing loss, mean over layers.
 
@@ -226,6 +236,8 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="times the steps of every stage")
     parser.add_argument("--start-from", type=Path, help="weights of an earlier, stopped training")
     parser.add_argument("--first-stage", default="see", choices=[s.name for s in stages(1.0)])
+    parser.add_argument("--answer-steps", type=int, help="instead of the last stage's own number")
+    parser.add_argument("--match-steps", type=int, help="instead of that stage's own number")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--balance", type=float, default=0.002, help="load-balancing weight")
     parser.add_argument("--seed", type=int, default=0)
@@ -235,10 +247,12 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    tokenizer = build_tokenizer()
+    # Token ids belong to the weights: go on with the tokenizer that they were trained with.
+    start = args.start_from
+    tokenizer = AutoTokenizer.from_pretrained(start) if start else build_tokenizer()
     model = build_model(tokenizer)
-    if args.start_from is not None:
-        model.load_state_dict(type(model).from_pretrained(args.start_from).state_dict())
+    if start is not None:
+        model.load_state_dict(type(model).from_pretrained(start).state_dict())
     processor = build_processor(tokenizer)
     width = model.config.text_config.hidden_size
     head, lookups = CellHead(width), nn.ModuleList(LookupHead(width) for _ in LOOKUP_LAYERS)
@@ -260,6 +274,8 @@ def main() -> None:
         processor.save_pretrained(args.out)
 
     plan = stages(args.scale)
+    for name, steps in (("match", args.match_steps), ("answer", args.answer_steps)):
+        plan = [replace(s, steps=steps) if s.name == name and steps else s for s in plan]
     plan = plan[[stage.name for stage in plan].index(args.first_stage) :]
     steps = sum(stage.steps for stage in plan)
     schedule = [stage for stage in plan for _ in range(stage.steps)]
@@ -281,8 +297,7 @@ def main() -> None:
         total = args.balance * balance_loss(taps.router_logits, valid, top_k)
         losses = {}
         if answers:
-            target = batch.labels.flatten()
-            loss = F.cross_entropy(logits.flatten(0, 1), target, ignore_index=IGNORE)
+            loss = answer_loss(logits, batch)
             losses["answer"] = loss
             total = total + loss
         if stage.with_image:

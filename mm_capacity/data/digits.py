@@ -209,19 +209,18 @@ def ask_colour(rng: random.Random, scene: Scene) -> Question:
 
 
 def ask_place(rng: random.Random, scene: Scene) -> Question | None:
-    """Finds a coloured digit that occurs once."""
-    names = [scene.name(c) for c in scene.filled]
-    unique = [c for c in scene.filled if names.count(scene.name(c)) == 1]
+    """Finds a digit that occurs once."""
+    unique = [c for c in scene.filled if scene.digits.count(scene.digits[c]) == 1]
     if not unique:
         return None
     cell = rng.choice(unique)
     others = [PLACES[c] for c in scene.filled if c != cell]
     return Question(
         "position",
-        f"Where is the {scene.name(cell)}?",
+        f"Where is the {scene.digits[cell]}?",
         PLACES[cell],
         _others(rng, list(PLACES), PLACES[cell], others),
-        f"Is the {scene.name(cell)} at the {{}}?",
+        f"Is the {scene.digits[cell]} at the {{}}?",
     )
 
 
@@ -271,21 +270,17 @@ def ask_compare(rng: random.Random, scene: Scene) -> Question:
     )
 
 
-def ask_presence(rng: random.Random, scene: Scene) -> Question:
-    """Tells which coloured digit is in the picture."""
-    names = [scene.name(c) for c in scene.filled]
-    answer = rng.choice(names)
-    digits = sorted({scene.digits[c] for c in scene.filled})
-    colours = sorted({scene.colours[c] for c in scene.filled})
-    absent = [f"{k} {d}" for k in COLOUR_NAMES for d in range(10) if f"{k} {d}" not in names]
-    # Wrong pairs whose parts both occur in the picture: neither alone gives the answer away.
-    near = [n for n in absent if n.split()[0] in colours and int(n.split()[1]) in digits]
-    pool = near if len(near) >= 3 else absent
+def ask_presence(rng: random.Random, scene: Scene) -> Question | None:
+    """Tells which digit is in the picture, where at least two are not."""
+    absent = [d for d in range(10) if d not in scene.digits]
+    if len(absent) < 2:
+        return None
+    rng.shuffle(absent)
     return Question(
         "presence",
-        "Which of these is in the picture?",
-        answer,
-        tuple(rng.sample(pool, 3)),
+        "Which of these digits is in the picture?",
+        str(scene.digits[rng.choice(scene.filled)]),
+        tuple(str(d) for d in absent[:3]),
         "Is there a {} in the picture?",
     )
 

@@ -92,8 +92,15 @@ def _flags_win(
     args: argparse.Namespace, models: tuple[ModelChoice, ...], data: tuple[DataChoice, ...]
 ) -> tuple[tuple[ModelChoice, ...], tuple[DataChoice, ...]]:
     """What a flag says goes for every model and data set, whatever the config file says."""
-    given = {name for name in ("max_new_tokens", "dtype", "device") if getattr(args, name)}
-    models = tuple(replace(choice, **dict.fromkeys(given)) for choice in models)
+    models = tuple(
+        replace(
+            choice,
+            max_new_tokens=choice.max_new_tokens if args.max_new_tokens is None else None,
+            dtype=choice.dtype if args.dtype is None else None,
+            device=choice.device if args.device is None else None,
+        )
+        for choice in models
+    )
     if args.limit is not None:
         data = tuple(replace(choice, limit=None) for choice in data)
     return models, data

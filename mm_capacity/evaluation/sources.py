@@ -35,7 +35,7 @@ from mm_capacity.evaluation.cells import (
 )
 from mm_capacity.evaluation.classes import is_custom, required_columns
 from mm_capacity.evaluation.images import ImageStore
-from mm_capacity.evaluation.tsv import file_digests, read_tsv
+from mm_capacity.evaluation.tsv import TEXT_COLUMNS, file_digests, read_tsv
 from mm_capacity.evaluation.vlmeval_process import first_line
 
 DOWNLOAD_TIMEOUT_S = 60.0
@@ -94,7 +94,7 @@ class Source:
                     f"{path} is not the official file (MD5 {md5}, official {official_md5}): used "
                     f"as it is, SHA-256 {self.digest}"
                 )
-        return read_tsv(path)
+        return read_tsv(path, TEXT_COLUMNS | {"index"})
 
     def _download(self, url: str) -> None:
         from vlmeval.smp import download_file

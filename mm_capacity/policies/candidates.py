@@ -157,7 +157,7 @@ def strongest_per_token(candidates: Candidates, keep: Tensor, experts: int, most
     token = torch.arange(tokens, device=keep.device).unsqueeze(1)
     keys = float_keys(candidates.scores)
     if candidates.original is not None:
-        keys.insert(0, SortKey(candidates.original, 1, sign=-1, offset=1))
+        keys.insert(0, SortKey(candidates.original, 1, descending=True))
     keys.append(SortKey(candidates.expert, experts.bit_length()))
     limit = torch.full((tokens,), most, dtype=torch.int64, device=keep.device)
     return keep_first(torch.where(keep, token, tokens), limit, keys)

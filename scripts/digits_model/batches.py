@@ -103,6 +103,7 @@ class Batch:
         pixels: ``[B * 144, patch values]``, as the processor makes them; None for text only.
         input_ids: ``[B, S]``.
         labels: ``[B, S]``, IGNORE where nothing is learned; position i predicts i + 1.
+        weights: ``[B, S]``, of the labels in the loss.
         positions: ``[3, B, S]`` rotary positions (time, height, width).
         mask: ``[B, 1, S, S]`` bool, True where attention is allowed.
         kind: ``[B, S]`` index into KINDS of the segment a token belongs to.
@@ -113,6 +114,7 @@ class Batch:
     pixels: Tensor | None
     input_ids: Tensor
     labels: Tensor
+    weights: Tensor
     positions: Tensor
     mask: Tensor
     kind: Tensor
@@ -125,6 +127,8 @@ class Batch:
 LOOKUPS = {"digit": 11, "colour": 7, "where": 10, "count": 10}
 """What a word of the prompt refers to, and the number of classes: digit and colour at a named
 place, cell of a named digit (9: nowhere), how many digits have a named colour."""
+EMPHASIS = 4.0
+"""Weight of the word that commits (letter, yes, no): one token among many that read aloud."""
 
 KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read")
 
@@ -154,6 +158,7 @@ class BatchMaker:
         self.places = [encode(f" {place}") for place in PLACES]
         self.colours = [encode(f" {colour}")[-1] for colour in COLOUR_NAMES]
         self.digits = [encode(f" {digit}")[-1] for digit in range(10)]
+        self.more_digits = {encode(f"+{digit}")[-1] for digit in range(10)}
 
     def look_up(self, scene: Scene, ids: list[int]) -> list[list[int]]:
         """What the tokens of a prompt refer to in the picture; LOOKUPS by token."""
@@ -167,11 +172,10 @@ class BatchMaker:
                     colour[i] = COLOUR_NAMES.index(name) if name else 6
             if ids[i] in self.colours:
                 count[i] = scene.colours.count(COLOUR_NAMES[self.colours.index(ids[i])])
-            elif i and ids[i] in self.digits and ids[i - 1] in self.colours:
-                name = COLOUR_NAMES[self.colours.index(ids[i - 1])]
-                wanted = (self.digits.index(ids[i]), name)
-                cells = list(zip(scene.digits, scene.colours, strict=True))
-                where[i] = cells.index(wanted) if wanted in cells else 9
+            elif ids[i] in self.digits and ids[i + 1] not in self.more_digits:
+                wanted = self.digits.index(ids[i])
+                if scene.digits.count(wanted) <= 1:
+                    where[i] = scene.digits.index(wanted) if wanted in scene.digits else 9
         return found
 
     def _segments(self, scene: Scene, n: int, reading: int, weights: dict[str, float]):
@@ -231,6 +235,7 @@ class BatchMaker:
             ids, labels, pos = list(prefix), [IGNORE] * len(prefix), []
             seg, kind = [0] * len(prefix), [-1] * len(prefix)
             looked = [[IGNORE] * len(prefix) for _ in LOOKUPS]
+            weights = [1.0] * len(prefix)
             if with_image:
                 h = len(self.head)
                 pos = [(i, i, i) for i in range(h)]
@@ -248,6 +253,9 @@ class BatchMaker:
                 ids += ask + answer
                 # Labels are already shifted: the token before predicts the answer's first.
                 labels += [IGNORE] * (len(ask) - 1) + learn + [IGNORE]
+                weights += [1.0] * (len(ask) + len(answer))
+                if name != "read":
+                    weights[-3] = EMPHASIS  # predicts the last word
                 pos += [(start + i,) * 3 for i in range(len(ask) + len(answer))]
                 seg += [n] * (len(ask) + len(answer))
                 kind += [KINDS.index(name)] * (len(ask) + len(answer))
@@ -255,7 +263,7 @@ class BatchMaker:
                 found = self.look_up(scene, ask) if with_image else [unknown] * len(LOOKUPS)
                 for sofar, new in zip(looked, found, strict=True):
                     sofar += new + [IGNORE] * len(answer)
-            rows.append((ids, labels, pos, seg, kind, looked))
+            rows.append((ids, labels, pos, seg, kind, looked, weights))
         size = max(len(r[0]) for r in rows)
 
         def pad(values, fill):
@@ -275,6 +283,7 @@ class BatchMaker:
             pixels=torch.cat(pixels) if with_image else None,
             input_ids=ids,
             labels=pad([r[1] for r in rows], IGNORE),
+            weights=pad([r[6] for r in rows], 0.0),
             positions=pad([r[2] for r in rows], (0, 0, 0)).permute(2, 0, 1),
             mask=mask[:, None],
             kind=pad([r[4] for r in rows], -1),

@@ -187,3 +187,15 @@ def test_expert_choice_is_said_once():
         make_policy("expanded-drop").decide(two_ranks)
         make_policy("expanded-drop", overflow="expand-global").decide(routing)
     assert "_warned" not in dataclasses.asdict(policy)
+
+
+def test_the_document_names_every_policy_and_parameter():
+    text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    for name in POLICIES:
+        assert f"| `{name}` |" in text, f"docs/policies.md: no row for {name}"
+        section = text.split(f"### `{name}`")[1].split("\n### ")[0]
+        base = set(policy_fields("token-drop")) if name == "expanded-drop" else set()
+        for argument in set(policy_fields(name)) - base - {"phase"}:
+            assert f"`{argument}`" in section, f"docs/policies.md: {name} lacks {argument}"
+        knob = policy_class(name).knob
+        assert knob is None or f"(knob `{knob}`)" in section

@@ -77,9 +77,10 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], marker: str) -> Pro
 def read_content(message: Mapping[str, Any], marker: str) -> tuple[str, list[Any]]:
     """Text with markers, and images, of one message.
 
-    A content that is a text is taken as it is. In a list, an image part and what follows it stand on
-    lines of their own, as in the model's own prompts; a text that starts with a line break brings it
-    along. Where a text of the list holds markers itself, those alone say where the images stand.
+    A content that is a text is taken as it is. In a list, an image part and what follows it stand
+    on lines of their own, as in the model's own prompts; a text that starts with a line break
+    brings it along. Where a text of the list holds markers itself, those alone say where the
+    images stand.
 
     Raises:
         ValueError: an unknown kind of part, or the message's images and markers differ in number.
