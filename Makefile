@@ -28,7 +28,7 @@ types: install
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info
