@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class SortKey:
     shifting and turning the values themselves would cost passes over them.
 
     Attributes:
-        values: integers, shape ``[T, K']`` or ``[T, 1]``.
+        values: integers (or bools), shape ``[T, K']`` or ``[T, 1]``.
         bits: width of the values, at most 32.
         descending: greater values stay.
         signed: values lie in ``[-2**(bits-1), 2**(bits-1))``, not in ``[0, 2**bits)``.
@@ -55,10 +56,10 @@ class SortKey:
             return self
         return SortKey(self.values >> (self.bits - bits), bits, self.descending, self.signed)
 
-    def at(self, row: Tensor, column: Tensor, shape: torch.Size) -> SortKey:
-        """This key for M of the entries, with values ``[M, 1]``."""
-        values = self.values.expand(shape)[row, column].unsqueeze(1)
-        return SortKey(values, self.bits, self.descending, self.signed)
+    def at(self, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+        """The values of M entries of a key on the CPU, turned so that the smaller one stays."""
+        values = self.values.numpy()[row, column if self.values.shape[1] > 1 else 0]
+        return ~values if self.descending else values
 
 
 def float_keys(values: Tensor) -> list[SortKey]:

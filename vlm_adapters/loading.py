@@ -9,6 +9,17 @@ from .base import LoadedVLM, ModelLoadError, UnsupportedModelError
 from .registry import ADAPTERS, adapter_class, adapter_class_for
 
 FILES_NEEDED = "config.json, *.safetensors, the processor's and the tokenizer's files"
+# By name, for the checkpoints that run here as ports: part of a hub id or folder name -> files.
+PORT_FILES = {
+    "molmoe": (
+        "config.json, model.safetensors.index.json with the *.safetensors it names, "
+        "tokenizer.json, tokenizer_config.json and preprocessor_config.json"
+    ),
+    "deepseek-vl2": (
+        "config.json, the *.safetensors with their index, processor_config.json, tokenizer.json "
+        "and tokenizer_config.json"
+    ),
+}
 
 
 def load_model(
@@ -81,7 +92,8 @@ def read_config(source: str) -> dict[str, Any]:
     folder = Path(source).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelLoadError(
-            f"model folder {source!r} holds no config.json; it needs {FILES_NEEDED} side by side"
+            f"model folder {source!r} holds no config.json; it needs {files_needed(source)} side "
+            "by side"
         )
     if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
         raise ModelLoadError(f"model folder {source!r} does not exist")
@@ -94,15 +106,21 @@ def read_config(source: str) -> dict[str, Any]:
         else:
             reason = (
                 "no such folder, and the hub could not be reached or has no such model; with a "
-                f"local copy pass its folder, which needs {FILES_NEEDED}"
+                f"local copy pass its folder, which needs {files_needed(source)}"
             )
         raise ModelLoadError(f"model {source!r}: {reason}") from error
     if not config:
         raise ModelLoadError(
             f"model {source!r}: no config.json there, and the hub could not be reached; with a "
-            f"local copy pass its folder, which needs {FILES_NEEDED}"
+            f"local copy pass its folder, which needs {files_needed(source)}"
         )
     return config
+
+
+def files_needed(source: str) -> str:
+    """Files of a checkpoint folder, for messages; by name for the ported families."""
+    named = (files for part, files in PORT_FILES.items() if part in source.lower())
+    return next(named, FILES_NEEDED)
 
 
 def _first_line(error: BaseException) -> str:

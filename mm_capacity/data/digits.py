@@ -208,22 +208,6 @@ def ask_colour(rng: random.Random, scene: Scene) -> Question:
     )
 
 
-def ask_place(rng: random.Random, scene: Scene) -> Question | None:
-    """Finds a digit that occurs once."""
-    unique = [c for c in scene.filled if scene.digits.count(scene.digits[c]) == 1]
-    if not unique:
-        return None
-    cell = rng.choice(unique)
-    others = [PLACES[c] for c in scene.filled if c != cell]
-    return Question(
-        "position",
-        f"Where is the {scene.digits[cell]}?",
-        PLACES[cell],
-        _others(rng, list(PLACES), PLACES[cell], others),
-        f"Is the {scene.digits[cell]} at the {{}}?",
-    )
-
-
 def ask_count(rng: random.Random, scene: Scene) -> Question:
     """Counts the digits of one colour."""
     present = sorted({scene.colours[c] for c in scene.filled})
@@ -271,24 +255,23 @@ def ask_compare(rng: random.Random, scene: Scene) -> Question:
 
 
 def ask_presence(rng: random.Random, scene: Scene) -> Question | None:
-    """Tells which digit is in the picture, where at least two are not."""
-    absent = [d for d in range(10) if d not in scene.digits]
+    """Tells which colour is in the picture, where at least two are not."""
+    absent = [name for name in COLOUR_NAMES if name not in scene.colours]
     if len(absent) < 2:
         return None
     rng.shuffle(absent)
     return Question(
         "presence",
-        "Which of these digits is in the picture?",
-        str(scene.digits[rng.choice(scene.filled)]),
-        tuple(str(d) for d in absent[:3]),
-        "Is there a {} in the picture?",
+        "Which colour is in the picture?",
+        scene.colours[rng.choice(scene.filled)],
+        tuple(absent[:3]),
+        "Is there a {} digit in the picture?",
     )
 
 
 ASKERS: dict[str, Callable[[random.Random, Scene], Question | None]] = {
     "digit": ask_digit,
     "colour": ask_colour,
-    "position": ask_place,
     "count": ask_count,
     "sum": ask_sum,
     "comparison": ask_compare,

@@ -23,8 +23,8 @@ from PIL import Image
 
 from mm_capacity.data.digits import ASKERS, Question, Scene, draw_scene
 
-MCQ_PER_SKILL = 60
-YN_IMAGES_PER_SKILL = 30
+MCQ_PER_SKILL = 70
+YN_IMAGES_PER_SKILL = 35
 MCQ_SEED = 910_000_000
 YN_SEED = 920_000_000
 LETTERS = "ABCD"
@@ -39,7 +39,6 @@ MME_CATEGORY = {
     "colour": "color",
     "count": "count",
     "presence": "existence",
-    "position": "position",
     "sum": "numerical_calculation",
     "comparison": "commonsense_reasoning",
 }

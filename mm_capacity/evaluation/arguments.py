@@ -75,6 +75,9 @@ def build_parser(prog: str, description: str) -> Parser:
     how.add_argument("--check", action="store_true", default=None, help=(
         "assert load <= C in every layer of every forward pass"
     ))  # fmt: skip
+    how.add_argument("--no-cache", action="store_true", default=None, help=(
+        "no KV cache: every new token is a pass of the whole sequence, under the policy"
+    ))  # fmt: skip
     how.add_argument("--trust-remote-code", action="store_true", default=None, help=(
         "let a model's repository run its own code"
     ))  # fmt: skip

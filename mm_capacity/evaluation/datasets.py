@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,15 @@ class EvalData:
     def __len__(self) -> int:
         return len(self.frame)
 
-    def messages(self, index: Any) -> list[dict[str, Any]]:
+    def messages(
+        self, index: Any, build: Callable[[Any, Any], list[dict[str, Any]]] | None = None
+    ) -> list[dict[str, Any]]:
         """One question as chat messages.
 
         Args:
             index: from ``frame["index"]``.
+            build: makes VLMEvalKit's parts of the data set object and the question's row; None
+                for the data set's own prompt.
 
         Returns:
             Messages whose content parts are ``{"type": "image", "image": PIL RGB image}`` and
@@ -112,16 +117,17 @@ class EvalData:
         if key in self.bad:
             raise BadQuestion(key, self.bad[key])
         try:
-            return self._messages(self._positions[str(index)])
+            return self._messages(self._positions[str(index)], build)
         except BadImageError as error:
             self.bad[key] = str(error)
             raise BadQuestion(key, str(error)) from error
 
-    def _messages(self, position: int) -> list[dict[str, Any]]:
+    def _messages(self, position: int, build: Callable[..., Any] | None) -> list[dict[str, Any]]:
+        line = self.dataset.data.iloc[position]
         before = os.environ.get("LMUData")
         os.environ["LMUData"] = str(self.root)
         try:
-            parts = self.dataset.build_prompt(self.dataset.data.iloc[position])
+            parts = build(self.dataset, line) if build else self.dataset.build_prompt(line)
         finally:
             if before is None:
                 del os.environ["LMUData"]

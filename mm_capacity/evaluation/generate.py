@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mm_capacity.evaluation.models import ModelHandle
 
 DEFAULT_CACHE_BYTES = 2**30
+NO_CACHE = {"use_cache": False}
 GREEDY = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
 
 
@@ -146,6 +147,7 @@ def answer(
     ep_size: int = 1,
     trace_window: str = "sequence",
     check: bool = False,
+    use_cache: bool = True,
 ) -> Answered:
     """Answers one batch greedily under a policy.
 
@@ -162,6 +164,8 @@ def answer(
         ep_size: R.
         trace_window: what the load is counted over: "sequence" or "batch".
         check: assert load <= C in every layer.
+        use_cache: keep keys and values; without, every step is a pass of the whole sequence,
+            and the policy acts in each.
     """
     import torch
 
@@ -183,7 +187,9 @@ def answer(
         warnings.simplefilter("default")
         _synchronize(vlm.model)
         start = time.perf_counter()
-        generated = vlm.model.generate(**inputs, max_new_tokens=max_new_tokens, **GREEDY)
+        generated = vlm.model.generate(
+            **inputs, max_new_tokens=max_new_tokens, **GREEDY, **({} if use_cache else NO_CACHE)
+        )
         _synchronize(vlm.model)
         seconds = time.perf_counter() - start
     notes = dict.fromkeys([*trace.notes, *(str(w.message) for w in caught)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from mm_capacity.evaluation.plan import (
     ModelChoice,
     Settings,
 )
+from mm_capacity.evaluation.prompts import prompts_for
+from mm_capacity.evaluation.prompts.base import Prompts
 from mm_capacity.evaluation.suggest import check_known, unknown
 
 EMBEDDED_FOLDERS = {EMBEDDED_MODEL: Path(__file__).resolve().parents[1] / "data" / "digits_model"}
@@ -93,16 +96,49 @@ class ModelHandle:
         """
         from vlm_adapters import load_model
 
+        options = self.prompts.load_options
         try:
-            return load_model(
+            vlm = load_model(
                 self.source,
                 dtype=self.requested_dtype,
                 device=self.requested_device,
                 trust_remote_code=self.settings.trust_remote_code,
+                **options,
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = one_line(error)
-            raise UserError(f"cannot load model {self.choice.name!r}: {reason}") from error
+            raise self._not_loaded(error) from error
+        if options and self.source.startswith("tiny:"):
+            vlm = replace(vlm, extra={**vlm.extra, **options})
+        return vlm
+
+    @cached_property
+    def family(self) -> str:
+        """Registry name of the model's adapter, told from its configuration alone.
+
+        Raises:
+            UserError: the configuration is not there, or no adapter takes it.
+        """
+        if self.source.startswith("tiny:"):
+            return self.source.removeprefix("tiny:")
+        from vlm_adapters.loading import read_config
+        from vlm_adapters.registry import adapter_class_for
+
+        try:
+            return adapter_class_for(read_config(self.source)).name
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise self._not_loaded(error) from error
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """How this family is asked.
+
+        Raises:
+            UserError: as :attr:`family`.
+        """
+        return prompts_for(self.family)
+
+    def _not_loaded(self, error: Exception) -> UserError:
+        return UserError(f"cannot load model {self.choice.name!r}: {one_line(error)}")
 
     @cached_property
     def ep_size(self) -> int:

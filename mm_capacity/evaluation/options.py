@@ -131,6 +131,7 @@ def _settings(options: Mapping[str, Any], *, default_batch: int) -> Settings:
         judge=text("judge", "exact_matching"),
         fresh=flag("fresh", options),
         check=flag("check", options),
+        use_cache=not flag("no_cache", options),
         trust_remote_code=flag("trust_remote_code", options),
         lmu_data=Path(options["lmu_data"]).expanduser() if "lmu_data" in options else None,
         progress=check_known("progress display", text("progress", "auto"), PROGRESS),

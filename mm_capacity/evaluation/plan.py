@@ -101,6 +101,7 @@ class Settings:
         ep_size: R, or None for :data:`DEFAULT_EP_SIZE` or the greatest number below it that
             divides the model's experts.
         max_new_tokens: longest answer, or None for the data set's default.
+        use_cache: False makes every new token a forward pass of the whole sequence.
         progress: "auto" (a bar on a terminal, else lines), "bar", "lines" or "off".
     """
 
@@ -116,6 +117,7 @@ class Settings:
     judge: str = "exact_matching"
     fresh: bool = False
     check: bool = False
+    use_cache: bool = True
     trust_remote_code: bool = False
     lmu_data: Path | None = None
     progress: str = "auto"
@@ -147,12 +149,20 @@ class Plan:
         """Most questions of this data set, None for all."""
         return data.limit if data.limit is not None else self.settings.limit
 
-    def new_tokens(self, model: ModelChoice, data: DataChoice) -> int:
-        """Longest answer in tokens."""
+    def new_tokens(
+        self, model: ModelChoice, data: DataChoice, family: int | None = None
+    ) -> int:
+        """Longest answer in tokens.
+
+        Args:
+            model: whose own number goes first, then the plan's.
+            data: embedded data have short answers.
+            family: what the model's family has on other data; None for the default.
+        """
         for choice in (model.max_new_tokens, self.settings.max_new_tokens):
             if choice is not None:
                 return choice
-        return EMBEDDED_NEW_TOKENS if data.embedded else DEFAULT_NEW_TOKENS
+        return EMBEDDED_NEW_TOKENS if data.embedded else family or DEFAULT_NEW_TOKENS
 
 
 def policy_grid(
@@ -210,10 +220,15 @@ def describe(plan: Plan, *, dry_run: bool = False) -> Iterable[str]:
         yield f"  policy  {policy.name}" + (f" ({text})" if text else "")
     ranks = s.ep_size or f"{DEFAULT_EP_SIZE} where it divides the experts"
     tokens = sorted({plan.new_tokens(m, d) for m in plan.models for d in plan.data})
+    open_end = s.max_new_tokens is None and any(
+        m.max_new_tokens is None and not d.embedded for m in plan.models for d in plan.data
+    )
     yield (
         f"  batch size {s.batch_size}, expert-parallel ranks {ranks}, "
-        f"max new tokens {'/'.join(map(str, tokens))}, device {s.device}, dtype {s.dtype}, "
-        f"seed {s.seed}, mode {s.mode}, judge {s.judge}"
+        f"max new tokens {'/'.join(map(str, tokens))}"
+        f"{' (or what VLMEvalKit has for the family)' if open_end else ''}, device {s.device}, "
+        f"dtype {s.dtype}, seed {s.seed}, mode {s.mode}, judge {s.judge}"
+        f"{'' if s.use_cache else ', no KV cache'}"
     )
     yield f"  results in {s.work_dir}"
     if dry_run:

@@ -187,8 +187,9 @@ def _infer(run: Run, preparer: Preparer, progress: Progress) -> None:
                 ep_size=ep_size,
                 trace_window=run.identity["trace_window"],
                 check=settings.check,
+                use_cache=settings.use_cache,
             )
-            for note in answered.notes:
+            for note in [*preparer.data.notes, *answered.notes]:
                 if note not in notes:
                     notes[note] = None
                     run.record = folder.update(warnings=list(notes))
@@ -196,7 +197,12 @@ def _infer(run: Run, preparer: Preparer, progress: Progress) -> None:
             share = round(answered.seconds / len(prepared.indices), 6)
             folder.loads.save(number, answered.loads, answered.layers)
             rows = [
-                {"index": index, "prediction": text, "batch": number, "seconds": share}
+                {
+                    "index": index,
+                    "prediction": preparer.data.answer(index, text),
+                    "batch": number,
+                    "seconds": share,
+                }
                 for index, text in zip(prepared.indices, answered.texts, strict=True)
             ]
         rows += [

@@ -13,6 +13,7 @@ from mm_capacity.evaluation.identity import identity_of
 from mm_capacity.evaluation.models import ModelHandle, one_line
 from mm_capacity.evaluation.plan import DataChoice, Plan, PolicyChoice
 from mm_capacity.evaluation.progress import Progress
+from mm_capacity.evaluation.prompts.base import Asked
 from mm_capacity.evaluation.records import CURRENT_FILE, write_text
 from mm_capacity.evaluation.single import Run, execute
 from mm_capacity.evaluation.suggest import UnknownNameError
@@ -215,7 +216,8 @@ def execute_all(runs: list[Run], outcome: Outcome, progress: Progress) -> None:
         first = same_data[0]
         mark_current(first)
         batches = split_batches(first.data.frame, first.plan.settings.batch_size)
-        preparer = Preparer(first.handle, first.data, batches)
+        asked = Asked(first.data, first.handle.prompts)
+        preparer = Preparer(first.handle, asked, batches)
         for run in same_data:
             outcome.runs.append(run)
             progress.begin(run.label)

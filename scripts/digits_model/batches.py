@@ -108,7 +108,7 @@ class Batch:
         mask: ``[B, 1, S, S]`` bool, True where attention is allowed.
         kind: ``[B, S]`` index into KINDS of the segment a token belongs to.
         cell_digit, cell_colour, cell: ``[B, 144]`` class of the cell under each image token.
-        lookups: ``[4, B, S]`` what the words of a prompt refer to (LOOKUPS), IGNORE elsewhere.
+        lookups: ``[3, B, S]`` what the words of a prompt refer to (LOOKUPS), IGNORE elsewhere.
     """
 
     pixels: Tensor | None
@@ -124,9 +124,9 @@ class Batch:
     lookups: Tensor
 
 
-LOOKUPS = {"digit": 11, "colour": 7, "where": 10, "count": 10}
+LOOKUPS = {"digit": 11, "colour": 7, "count": 10}
 """What a word of the prompt refers to, and the number of classes: digit and colour at a named
-place, cell of a named digit (9: nowhere), how many digits have a named colour."""
+place, how many digits have a named colour."""
 EMPHASIS = 4.0
 """Weight of the word that commits (letter, yes, no): one token among many that read aloud."""
 
@@ -157,13 +157,11 @@ class BatchMaker:
         self.end = encode("<|im_end|>")
         self.places = [encode(f" {place}") for place in PLACES]
         self.colours = [encode(f" {colour}")[-1] for colour in COLOUR_NAMES]
-        self.digits = [encode(f" {digit}")[-1] for digit in range(10)]
-        self.more_digits = {encode(f"+{digit}")[-1] for digit in range(10)}
 
     def look_up(self, scene: Scene, ids: list[int]) -> list[list[int]]:
         """What the tokens of a prompt refer to in the picture; LOOKUPS by token."""
         found = [[IGNORE] * len(ids) for _ in LOOKUPS]
-        digit, colour, where, count = found
+        digit, colour, count = found
         for i in range(len(ids)):
             for cell, place in enumerate(self.places):
                 if ids[max(0, i + 1 - len(place)) : i + 1] == place:
@@ -172,10 +170,6 @@ class BatchMaker:
                     colour[i] = COLOUR_NAMES.index(name) if name else 6
             if ids[i] in self.colours:
                 count[i] = scene.colours.count(COLOUR_NAMES[self.colours.index(ids[i])])
-            elif ids[i] in self.digits and ids[i + 1] not in self.more_digits:
-                wanted = self.digits.index(ids[i])
-                if scene.digits.count(wanted) <= 1:
-                    where[i] = scene.digits.index(wanted) if wanted in scene.digits else 9
         return found
 
     def _segments(self, scene: Scene, n: int, reading: int, weights: dict[str, float]):

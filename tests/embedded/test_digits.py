@@ -69,9 +69,6 @@ def recompute(scene, question) -> str:
         return str(by_place[match[1]][0])
     if match := re.fullmatch(r"What colour is the digit at the (.+)\?", text):
         return by_place[match[1]][1]
-    if match := re.fullmatch(r"Where is the (\d)\?", text):
-        (place,) = [p for p, (d, _) in by_place.items() if str(d) == match[1]]
-        return place
     if match := re.fullmatch(r"How many digits are (\w+)\?", text):
         return str(sum(c == match[1] for _, c in by_place.values()))
     if match := re.fullmatch(r"What is (.+) plus (.+)\?", text):
@@ -79,9 +76,8 @@ def recompute(scene, question) -> str:
     if match := re.fullmatch(r"Compared to the (.+), the digit at the (.+) is\?", text):
         base, digit = by_place[match[1]][0], by_place[match[2]][0]
         return "equal" if digit == base else "larger" if digit > base else "smaller"
-    assert text == "Which of these digits is in the picture?"
-    shown = {str(d) for d, _ in by_place.values()}
-    (answer,) = [o for o in (question.answer, *question.wrong) if o in shown]
+    assert text == "Which colour is in the picture?"
+    (answer,) = [o for o in (question.answer, *question.wrong) if o in scene.colours]
     return answer
 
 

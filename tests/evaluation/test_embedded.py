@@ -39,7 +39,7 @@ def test_mcq_has_the_columns_of_mmbench():
     assert len(table) == 420
     assert table["index"].is_unique
     assert table["hint"].isna().all()
-    assert table["category"].value_counts().to_dict() == dict.fromkeys(ASKERS, 60)
+    assert table["category"].value_counts().to_dict() == dict.fromkeys(ASKERS, 70)
 
 
 def test_mcq_letters_are_spread_evenly_in_every_skill():
@@ -48,8 +48,9 @@ def test_mcq_letters_are_spread_evenly_in_every_skill():
         for _, row in rows.iterrows():
             by_size.setdefault(len(options(row)), Counter())[row["answer"]] += 1
         for n_options, letters in by_size.items():
-            assert set(letters) == set(LETTERS[:n_options]), skill
-            assert max(letters.values()) - min(letters.values()) <= 1, skill
+            assert set(letters) <= set(LETTERS[:n_options]), skill
+            counts = [letters[letter] for letter in LETTERS[:n_options]]
+            assert max(counts) - min(counts) <= 1, skill
         assert set(by_size) <= ({3} if skill == "comparison" else {3, 4})
 
 
@@ -83,9 +84,6 @@ def truth(question: str, scene: digits.Scene) -> str:
         return str(scene.digits[cell[" ".join(words[5:])]])
     if question.startswith("What colour is the digit at the "):
         return scene.colours[cell[" ".join(words[7:])]]
-    if question.startswith("Where is the "):
-        (found,) = [c for c in scene.filled if scene.name(c) == " ".join(words[3:])]
-        return digits.PLACES[found]
     if question.startswith("How many digits are "):
         return str(scene.colours.count(words[-1]))
     if " plus " in question:
@@ -104,7 +102,7 @@ def test_answers_are_true_and_alone_true():
         texts = options(row)
         right = texts[row["answer"]]
         if row["category"] == "presence":
-            present = [text for text in texts.values() if text in map(scene.name, scene.filled)]
+            present = [text for text in texts.values() if text in scene.colours]
             assert present == [right]
         else:
             assert truth(row["question"], scene) == right
@@ -142,12 +140,7 @@ def claimed(skill: str, claim: str, scene: digits.Scene) -> bool:
     cell = {place: number for number, place in enumerate(digits.PLACES)}
     places = sorted(digits.PLACES, key=len, reverse=True)
     if skill == "presence":
-        return body.removeprefix("Is there a ").removesuffix(" in the picture") in map(
-            scene.name, scene.filled
-        )
-    if skill == "position":
-        name, place = body.removeprefix("Is the ").split(" at the ")
-        return scene.name(cell[place]) == name
+        return body.split()[3] in scene.colours
     if skill == "count":
         _, _, n, colour, _ = body.split()
         return scene.colours.count(colour) == int(n)
@@ -237,8 +230,8 @@ def test_images_reach_the_model_unchanged(mcq):
 
 
 def test_limit_goes_round_the_skills():
-    data = open_dataset("DIGITS_MCQ", limit=14)
+    data = open_dataset("DIGITS_MCQ", limit=12)
     assert data.frame["category"].value_counts().to_dict() == dict.fromkeys(ASKERS, 2)
-    pairs = open_dataset("DIGITS_YN", limit=15)
-    assert len(pairs) == 14
+    pairs = open_dataset("DIGITS_YN", limit=13)
+    assert len(pairs) == 12
     assert pairs.frame.groupby("image_path").size().eq(2).all()

@@ -10,8 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from mm_capacity import run as command_line
 from mm_capacity.evaluation import datasets, scoring
 from mm_capacity.evaluation.records import find_runs
@@ -41,7 +39,7 @@ sys.exit(command_line.main(json.loads(sys.argv[1])))
 """
 
 
-def run_until_two_answers(work_dir: Path, how: signal.Signals) -> tuple[int, str]:
+def kill_after_two_answers(work_dir: Path) -> int:
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_RUN, json.dumps([*ARGUMENTS, "--work-dir", str(work_dir)])],
         cwd=ROOT,
@@ -58,24 +56,17 @@ def run_until_two_answers(work_dir: Path, how: signal.Signals) -> tuple[int, str
             if runs and len(runs[0].predictions()) == 2:
                 break
             time.sleep(0.1)
-        process.send_signal(how)
-        error = process.communicate(timeout=60)[1]
     finally:
         process.kill()
-        process.wait()
-    return process.returncode, error
+        process.communicate()
+    return process.returncode
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_what_was_answered_is_kept_and_the_rest_is_asked(tmp_path, monkeypatch, tiny_vlm, how):
-    code, error = run_until_two_answers(tmp_path / "killed", how)
+def test_what_was_answered_is_kept_and_the_rest_is_asked(tmp_path, monkeypatch, tiny_vlm):
+    assert kill_after_two_answers(tmp_path / "killed") == -signal.SIGKILL
     (folder,) = find_runs(tmp_path / "killed")
     assert len(folder.predictions()) == 2
-    if how is signal.SIGINT:
-        assert code == 130 and folder.record()["status"] == "interrupted"
-        assert "same command resumes" in error.strip().splitlines()[-1]
-    else:
-        assert code == -signal.SIGKILL and folder.record()["status"] == "running"
+    assert folder.record()["status"] == "running"
     kept = folder.predictions_file.read_text("utf-8")
 
     world = World()
