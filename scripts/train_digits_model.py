@@ -207,14 +207,14 @@ def answer_hits(logits: Tensor, batch: Batch) -> dict[str, tuple[int, int]]:
     return {k: (v[0], v[1]) for k, v in hits.items()}
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup: int = 100) -> float:
-    """Linear warm-up, constant, then a cosine over the last 40 % down to 3 %."""
+def learning_rate(step: int, steps: int, peak: float, decay_from: float, warmup: int) -> float:
+    """Linear warm-up, constant, then a cosine down to 3 % from the share ``decay_from`` on."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    decay_from = int(steps * 0.6)
-    if step < decay_from:
+    start = max(warmup, int(steps * decay_from))
+    if step < start:
         return peak
-    done = (step - decay_from) / max(1, steps - decay_from)
+    done = (step - start) / max(1, steps - start)
     return peak * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -239,6 +239,8 @@ def main() -> None:
     parser.add_argument("--answer-steps", type=int, help="instead of the last stage's own number")
     parser.add_argument("--match-steps", type=int, help="instead of that stage's own number")
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
+    parser.add_argument("--decay-from", type=float, default=0.6, help="share of the steps")
     parser.add_argument("--balance", type=float, default=0.002, help="load-balancing weight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -280,7 +282,7 @@ def main() -> None:
     steps = sum(stage.steps for stage in plan)
     schedule = [stage for stage in plan for _ in range(stage.steps)]
     for step, stage in enumerate(schedule):
-        lr = learning_rate(step, steps, args.lr)
+        lr = learning_rate(step, steps, args.lr, args.decay_from, args.warmup)
         for group in optimizer.param_groups:
             group["lr"] = lr
         batch = maker.make(

@@ -40,10 +40,15 @@ def formula_of_class(router_class: type) -> RouterFormula:
         UnsupportedModelError: its source cannot be read or holds no known scoring.
     """
     if router_class not in _KNOWN:
-        try:
-            formula = formula_of_source(inspect.getsource(router_class))
-        except (OSError, TypeError):
-            formula = None
+        formula = None
+        # A class that only overrides something else inherits its base's scoring.
+        for each in router_class.__mro__[: router_class.__mro__.index(nn.Module)]:
+            try:
+                formula = formula_of_source(inspect.getsource(each))
+            except (OSError, TypeError):
+                continue
+            if formula is not None:
+                break
         if formula is None:
             raise UnsupportedModelError(
                 f"router {router_class.__name__} is not understood: neither softmax nor sigmoid "

@@ -22,6 +22,7 @@ CELL_PX = 32
 IMAGE_PX = GRID * CELL_PX
 GLYPH_PX = 24
 EMPTY = -1
+NOTHING = "none"
 TEST_FRACTION = 0.3
 SPLIT_SEED = 20250305
 
@@ -209,18 +210,21 @@ def ask_colour(rng: random.Random, scene: Scene) -> Question:
 
 
 def ask_count(rng: random.Random, scene: Scene) -> Question:
-    """Counts the digits of one colour."""
-    present = sorted({scene.colours[c] for c in scene.filled})
-    # Mostly colours that are there: "0" must not be the easy guess.
-    colour = rng.choice(present) if rng.random() < 0.85 else rng.choice(COLOUR_NAMES)
-    n = sum(scene.colours[c] == colour for c in scene.filled)
-    near = [str(k) for k in (n - 1, n + 1) if k >= 0]
+    """Counts one colour over three places."""
+    cells = rng.sample(range(GRID * GRID), 3)
+    seen = [scene.colours[c] for c in cells]
+    present = [colour for colour in seen if colour]
+    # Mostly a colour that is there: "0" must not be the easy guess.
+    colour = rng.choice(present if present and rng.random() < 0.8 else COLOUR_NAMES)
+    listed = ", ".join(PLACES[c] for c in cells)
+    answer = str(seen.count(colour))
     return Question(
         "count",
-        f"How many digits are {colour}?",
-        str(n),
-        _others(rng, [str(k) for k in range(7)], str(n), near),
-        f"Are there {{}} {colour} digits?",
+        f"How many of {listed} are {colour}?",
+        answer,
+        _others(rng, ["0", "1", "2", "3"], answer, []),
+        f"Are {{}} of {listed} {colour}?",
+        ",".join(name or NOTHING for name in seen),
     )
 
 
@@ -243,29 +247,37 @@ def ask_compare(rng: random.Random, scene: Scene) -> Question:
     """Compares two digits; three options, as MMBench too has questions with fewer than four."""
     a, b = rng.sample(scene.filled, 2)
     x, y = scene.digits[a], scene.digits[b]
-    answer, sign = ("larger", ">") if x > y else ("smaller", "<") if x < y else ("equal", "=")
+    answer = "larger" if x > y else "smaller" if x < y else "equal"
     return Question(
         "comparison",
         f"Compared to the {PLACES[b]}, the digit at the {PLACES[a]} is?",
         answer,
         _others(rng, ["larger", "smaller", "equal"], answer, []),
         f"Compared to the {PLACES[b]}, is the digit at the {PLACES[a]} {{}}?",
-        f"{x}{sign}{y}",
+        f"{x},{y}",
     )
 
 
-def ask_presence(rng: random.Random, scene: Scene) -> Question | None:
-    """Tells which colour is in the picture, where at least two are not."""
-    absent = [name for name in COLOUR_NAMES if name not in scene.colours]
-    if len(absent) < 2:
-        return None
-    rng.shuffle(absent)
+def ask_presence(rng: random.Random, scene: Scene) -> Question:
+    """Tells what is at a place, if anything."""
+    empty = [c for c in range(GRID * GRID) if scene.digits[c] == EMPTY]
+    cell = rng.choice(empty if empty and rng.random() < 0.35 else scene.filled)
+    names = [f"{colour} {digit}" for colour in COLOUR_NAMES for digit in range(10)]
+    if scene.digits[cell] == EMPTY:
+        answer, near = NOTHING, [scene.name(c) for c in rng.sample(scene.filled, 2)]
+    else:
+        answer = scene.name(cell)
+        colour = rng.choice([name for name in COLOUR_NAMES if name != scene.colours[cell]])
+        digit = rng.choice([d for d in range(10) if d != scene.digits[cell]])
+        # Half right is wrong: neither the colour nor the digit alone gives the answer away.
+        near = [f"{colour} {scene.digits[cell]}", f"{scene.colours[cell]} {digit}"]
+    far = [NOTHING] if answer != NOTHING and rng.random() < 0.6 else names
     return Question(
         "presence",
-        "Which colour is in the picture?",
-        scene.colours[rng.choice(scene.filled)],
-        tuple(absent[:3]),
-        "Is there a {} digit in the picture?",
+        f"What is at the {PLACES[cell]}?",
+        answer,
+        _others(rng, far, answer, near),
+        f"Is {{}} at the {PLACES[cell]}?",
     )
 
 

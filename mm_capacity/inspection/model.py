@@ -36,6 +36,8 @@ def router_text(layer: MoELayer) -> str:
     from vlm_adapters.routers import formula_of_class
 
     name = type(layer.router).__name__
+    if not type(layer.router).__module__.startswith("transformers."):
+        return f"{name}: read by its own adapter, see its docstring"
     try:
         text = f"{name}: {formula_of_class(type(layer.router))}"
     except UnsupportedModelError:

@@ -26,6 +26,7 @@ from mm_capacity.data.digits import (
     EMPTY,
     GLYPH_PX,
     GRID,
+    NOTHING,
     PLACES,
     Question,
     Scene,
@@ -44,7 +45,7 @@ def solution(question: Question) -> str:
     """What a solver reads aloud before it commits itself: ``3+4=7``, ``red``, ..."""
     if not question.aloud:
         return question.answer
-    joint = "=" if question.category == "sum" else " "
+    joint = " " if question.category == "comparison" else "="
     return f"{question.aloud}{joint}{question.answer}"
 
 
@@ -66,8 +67,6 @@ def as_yes_no(rng: random.Random, question: Question) -> tuple[str, str]:
     shown = question.answer if true else rng.choice(question.wrong)
     prompt = question.claim.format(shown) + YES_NO_CLAIM
     word = "yes" if true else "no"
-    if question.category == "presence":
-        return prompt, word
     return prompt, f"{solution(question)} {word}"
 
 
@@ -75,7 +74,7 @@ def read_aloud(rng: random.Random, scene: Scene) -> tuple[str, str]:
     """Dense supervision: digits and colours of some cells, in a stated order."""
     cells = rng.sample(range(GRID * GRID), 5)
     asked = ", ".join(PLACES[c] for c in cells)
-    said = [scene.name(c) if scene.digits[c] != EMPTY else "none" for c in cells]
+    said = [scene.name(c) if scene.digits[c] != EMPTY else NOTHING for c in cells]
     return f"Read {asked}.", " ".join(said)
 
 
@@ -108,7 +107,7 @@ class Batch:
         mask: ``[B, 1, S, S]`` bool, True where attention is allowed.
         kind: ``[B, S]`` index into KINDS of the segment a token belongs to.
         cell_digit, cell_colour, cell: ``[B, 144]`` class of the cell under each image token.
-        lookups: ``[3, B, S]`` what the words of a prompt refer to (LOOKUPS), IGNORE elsewhere.
+        lookups: ``[2, B, S]`` what the words of a prompt refer to (LOOKUPS), IGNORE elsewhere.
     """
 
     pixels: Tensor | None
@@ -124,10 +123,9 @@ class Batch:
     lookups: Tensor
 
 
-LOOKUPS = {"digit": 11, "colour": 7, "count": 10}
-"""What a word of the prompt refers to, and the number of classes: digit and colour at a named
-place, how many digits have a named colour."""
-EMPHASIS = 4.0
+LOOKUPS = {"digit": 11, "colour": 7}
+"""What a named place in the prompt holds, and the number of classes."""
+EMPHASIS = 2.0
 """Weight of the word that commits (letter, yes, no): one token among many that read aloud."""
 
 KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read")
@@ -156,20 +154,17 @@ class BatchMaker:
         self.turn = encode("<|im_end|>\n<|im_start|>assistant\n")
         self.end = encode("<|im_end|>")
         self.places = [encode(f" {place}") for place in PLACES]
-        self.colours = [encode(f" {colour}")[-1] for colour in COLOUR_NAMES]
 
     def look_up(self, scene: Scene, ids: list[int]) -> list[list[int]]:
         """What the tokens of a prompt refer to in the picture; LOOKUPS by token."""
         found = [[IGNORE] * len(ids) for _ in LOOKUPS]
-        digit, colour, count = found
+        digit, colour = found
         for i in range(len(ids)):
             for cell, place in enumerate(self.places):
                 if ids[max(0, i + 1 - len(place)) : i + 1] == place:
                     digit[i] = scene.digits[cell] if scene.digits[cell] != EMPTY else 10
                     name = scene.colours[cell]
                     colour[i] = COLOUR_NAMES.index(name) if name else 6
-            if ids[i] in self.colours:
-                count[i] = scene.colours.count(COLOUR_NAMES[self.colours.index(ids[i])])
         return found
 
     def _segments(self, scene: Scene, n: int, reading: int, weights: dict[str, float]):

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mm_capacity import enforce
 from mm_capacity.enforce import keep_assignments, keep_first, keep_within
 from mm_capacity.policies import POLICIES, make_policy
 from mm_capacity.routing import Decision, Routing
@@ -108,7 +110,9 @@ def test_keys_wider_than_one_word():
         assert_equals_oracle(policy, case)
 
 
-def test_key_is_split_into_words_exactly():
+@pytest.mark.parametrize("path", ["_keep_first", "_keep_first_on_cpu"])
+def test_key_is_split_into_words_exactly(path: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(enforce, "_keep_first_on_cpu", getattr(enforce, path))
     generator = torch.Generator().manual_seed(0)
     wide = [SortKey(torch.randint(0, 3, (50, 3), generator=generator) << 30, 32) for _ in range(4)]
     index = SortKey(torch.arange(150).view(50, 3), 8)
@@ -170,6 +174,44 @@ def test_positions_skip_padding():
     window = torch.tensor([1, 1, 0, 1, 0, 1])
     assert positions_in_window(valid, window, 2).tolist() == [0, 1, 0, 1, 1, 2]
     assert positions_in_window(valid, None, 1).tolist() == [0, 1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_both_paths_keep_the_same(seed: int):
+    """Keys narrow and wide, signed and not, few values (ties above 31 bits) and many."""
+    rng = np.random.default_rng(seed)
+    tokens, columns, groups = int(rng.integers(1, 60)), int(rng.integers(1, 5)), 5
+
+    def key(bits: int, per_token: bool, signed: bool, descending: bool) -> SortKey:
+        low = -(2 ** (bits - 1)) if signed else 0
+        few = rng.integers(low, low + 2**bits, size=2)
+        many = rng.integers(low, low + 2**bits, size=(tokens, columns))
+        values = rng.choice(few, size=(tokens, columns)) if rng.random() < 0.6 else many
+        return SortKey(
+            torch.tensor(values[:, :1] if per_token else values), bits, descending, signed
+        )
+
+    keys = [
+        key(int(rng.integers(1, 33)), *(bool(flag) for flag in rng.integers(0, 2, size=3)))
+        for _ in range(int(rng.integers(0, 4)))
+    ]
+    entries = torch.arange(tokens * columns).view(tokens, columns)
+    keys.append(SortKey(entries, (tokens * columns).bit_length()))
+    group = torch.tensor(rng.integers(0, groups + 1, size=(tokens, columns)))
+    limit = torch.tensor(rng.integers(0, tokens, size=groups))
+    on_cpu = keep_first(group, limit, keys)
+    elsewhere = enforce._keep_first(group, limit, [SortKey(group, groups.bit_length()), *keys])
+    assert torch.equal(on_cpu, elsewhere)
+    for g in range(groups):
+        members = []
+        for t, k in (group == g).nonzero().tolist():
+            standing = [
+                int(key.values[t, k if key.values.shape[1] > 1 else 0]) * key.sign for key in keys
+            ]
+            members.append((standing, t, k))
+        stay = {(t, k) for _, t, k in sorted(members)[: int(limit[g])]}
+        assert {(t, k) for _, t, k in members if on_cpu[t, k]} == stay
+    assert not on_cpu[group == groups].any()
 
 
 # ---------------------------------------------------------------------------- independence

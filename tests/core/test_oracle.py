@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from mm_capacity import enforce
 from mm_capacity.policies import POLICIES, make_policy, policy_fields
 from mm_capacity.routing import Decision, Routing
 from tests import oracle
@@ -110,6 +111,14 @@ def test_there_are_2_000_cases():
 @pytest.mark.parametrize("name", sorted(oracle.ORACLES))
 def test_policy_equals_oracle(name: str):
     run_cases(name, CASES.get(name, FEW), derandomize=True)
+
+
+@pytest.mark.parametrize("name", ["expanded-drop", "random-drop", "token-drop", "visual-top-k"])
+def test_policy_equals_oracle_on_the_path_of_other_devices(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(enforce, "_keep_first_on_cpu", enforce._keep_first)
+    run_cases(name, FEW, derandomize=True)
 
 
 @pytest.mark.long

@@ -69,16 +69,17 @@ def recompute(scene, question) -> str:
         return str(by_place[match[1]][0])
     if match := re.fullmatch(r"What colour is the digit at the (.+)\?", text):
         return by_place[match[1]][1]
-    if match := re.fullmatch(r"How many digits are (\w+)\?", text):
-        return str(sum(c == match[1] for _, c in by_place.values()))
+    if match := re.fullmatch(r"How many of (.+), (.+), (.+) are (\w+)\?", text):
+        return str(sum(by_place[place][1] == match[4] for place in match.groups()[:3]))
     if match := re.fullmatch(r"What is (.+) plus (.+)\?", text):
         return str(by_place[match[1]][0] + by_place[match[2]][0])
     if match := re.fullmatch(r"Compared to the (.+), the digit at the (.+) is\?", text):
         base, digit = by_place[match[1]][0], by_place[match[2]][0]
         return "equal" if digit == base else "larger" if digit > base else "smaller"
-    assert text == "Which colour is in the picture?"
-    (answer,) = [o for o in (question.answer, *question.wrong) if o in scene.colours]
-    return answer
+    match = re.fullmatch(r"What is at the (.+)\?", text)
+    assert match
+    digit, colour = by_place[match[1]]
+    return f"{colour} {digit}" if digit != EMPTY else "none"
 
 
 @pytest.mark.parametrize("name", ASKERS)
