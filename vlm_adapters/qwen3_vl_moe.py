@@ -11,7 +11,7 @@ Source: ``transformers/models/qwen3_vl_moe/modeling_qwen3_vl_moe.py`` (interface
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -91,7 +91,7 @@ class Qwen3VLMoeAdapter(NativeAdapter):
             vision_start_token_id=ids("<|vision_start|>"),
             vision_end_token_id=ids("<|vision_end|>"),
         )
-        pixels = {
+        pixels: dict[str, Any] = {
             "patch_size": 8,
             "merge_size": 2,
             "temporal_patch_size": 1,
