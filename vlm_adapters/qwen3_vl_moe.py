@@ -49,7 +49,7 @@ class Qwen3VLMoeAdapter(NativeAdapter):
         from .tiny import CHATML, byte_tokenizer
 
         tokenizer = byte_tokenizer(TINY_TOKENS, eos="<|im_end|>", chat_template=CHATML)
-        ids = tokenizer.convert_tokens_to_ids
+        ids = tokenizer.get_vocab()
         config = Qwen3VLMoeConfig(
             text_config={
                 "vocab_size": len(tokenizer),
@@ -86,10 +86,10 @@ class Qwen3VLMoeAdapter(NativeAdapter):
                 "deepstack_visual_indexes": [0],
                 "initializer_range": 0.3,
             },
-            image_token_id=ids("<|image_pad|>"),
-            video_token_id=ids("<|video_pad|>"),
-            vision_start_token_id=ids("<|vision_start|>"),
-            vision_end_token_id=ids("<|vision_end|>"),
+            image_token_id=ids["<|image_pad|>"],
+            video_token_id=ids["<|video_pad|>"],
+            vision_start_token_id=ids["<|vision_start|>"],
+            vision_end_token_id=ids["<|vision_end|>"],
         )
         pixels: dict[str, Any] = {
             "patch_size": 8,
