@@ -40,6 +40,7 @@ class Stage:
         rows: pictures per step (or texts, without pictures).
         questions, reading: segments per row; see :meth:`BatchMaker.make`.
         with_image: whether rows hold a picture.
+        drills: text-only rows of drills beside them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Stage:
     questions: int
     reading: int
     with_image: bool = True
+    drills: int = 0
 
 
 def stages(scale: float) -> list[Stage]:
@@ -60,7 +62,7 @@ def stages(scale: float) -> list[Stage]:
         Stage("see", 480, rows=32, questions=0, reading=0),
         Stage("match", 450, rows=16, questions=5, reading=0, with_image=False),
         Stage("read", 400, rows=12, questions=2, reading=2),
-        Stage("answer", 1500, rows=12, questions=6, reading=0),
+        Stage("answer", 1500, rows=8, questions=6, reading=0, drills=6),
     ]
     return [replace(stage, steps=max(1, round(stage.steps * scale))) for stage in plan]
 
@@ -293,11 +295,15 @@ def main() -> None:
             max_shift=allowed_shift(step, stage),
         )
         answers = stage.questions + stage.reading > 0
+        losses, total = {}, torch.zeros(())
+        if stage.drills:
+            drill = maker.drills(stage.drills)
+            losses["drill"] = answer_loss(forward(model, drill), drill)
+            total = total + losses["drill"]
         taps.clear()
         logits = forward(model, batch, layers=None if answers else AUX_LAYER + 1)
         valid = (batch.input_ids != tokenizer.pad_token_id).flatten()
-        total = args.balance * balance_loss(taps.router_logits, valid, top_k)
-        losses = {}
+        total = total + args.balance * balance_loss(taps.router_logits, valid, top_k)
         if answers:
             loss = answer_loss(logits, batch)
             losses["answer"] = loss

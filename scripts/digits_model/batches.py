@@ -78,6 +78,27 @@ def read_aloud(rng: random.Random, scene: Scene) -> tuple[str, str]:
     return f"Read {asked}.", " ".join(said)
 
 
+def find_letter(rng: random.Random) -> tuple[str, str]:
+    """A list of options, and one of them followed by its letter."""
+    pools = (
+        [str(n) for n in range(10)],
+        [str(n) for n in range(19)],
+        list(COLOUR_NAMES),
+        [f"{name} {n}" for name in COLOUR_NAMES for n in range(10)] + [NOTHING] * 10,
+    )
+    pool = rng.choice(pools)
+    first = rng.choice(pool)
+    # Half of the lists hold options that share a word, as real ones do.
+    alike = [x for x in pool if set(x.split()) & set(first.split()) and x != first]
+    near = rng.sample(alike, min(len(alike), 2)) if rng.random() < 0.5 else []
+    others = [x for x in dict.fromkeys(pool) if x != first and x not in near]
+    shown = [first, *near, *rng.sample(others, min(len(others), 3 - len(near)))]
+    rng.shuffle(shown)
+    listed = "".join(f"{k}. {v}\n" for k, v in zip(LETTERS, shown, strict=False))
+    at = rng.randrange(len(shown))
+    return f"Options:\n{listed}", f"{shown[at]} {LETTERS[at]}"
+
+
 def warp_glyph(rng: random.Random, glyph: np.ndarray) -> np.ndarray:
     """Small rotation, stretch and contrast change, so that few training digits go further."""
     angle = math.radians(rng.uniform(-12, 12))
@@ -128,7 +149,7 @@ LOOKUPS = {"digit": 11, "colour": 7}
 EMPHASIS = 2.0
 """Weight of the word that commits (letter, yes, no): one token among many that read aloud."""
 
-KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read")
+KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read", "drill")
 
 
 def patchify(image: Image.Image) -> Tensor:
@@ -178,6 +199,26 @@ class BatchMaker:
             form, make = self.rng.choice((("mcq", as_mcq), ("yn", as_yes_no)))
             out.append((f"{form}/{name}", *make(self.rng, question)))
         return out
+
+    def drills(self, rows: int, options: int = 8, sums: int = 8, questions: int = 2) -> Batch:
+        """A text-only batch of what has to be known by heart: option letters and sums.
+
+        Args:
+            rows: rows of segments.
+            options: segments per row that find the letter of a stated option.
+            sums: segments per row that finish a stated sum.
+            questions: ordinary questions per row, of which the last word is learned.
+        """
+        made = []
+        for _ in range(rows):
+            scene = draw_scene(self.rng, self.split)
+            segments = self._segments(scene, questions, 0, dict.fromkeys(ASKERS, 1.0))
+            segments += [("drill", *find_letter(self.rng)) for _ in range(options)]
+            for _ in range(sums):
+                a, b = self.rng.randrange(10), self.rng.randrange(10)
+                segments.append(("drill", "", f"{a}+{b}={a + b}"))
+            made.append((self.text_head, segments, scene))
+        return self._pack(made, [], [], [], False)
 
     def make(
         self,
@@ -238,12 +279,15 @@ class BatchMaker:
                 ask = self.encode(prompt) + self.turn
                 answer = self.encode(target) + self.end
                 # Without the picture only the last word (letter, yes, no) follows from the text.
-                learn = answer if with_image else [IGNORE] * (len(answer) - 2) + answer[-2:]
+                n_told = 0 if with_image else len(answer) - 2
+                if name == "drill" and "=" in target:
+                    n_told = len(self.encode(target[: target.index("=") + 1]))
+                learn = [IGNORE] * n_told + answer[n_told:]
                 ids += ask + answer
                 # Labels are already shifted: the token before predicts the answer's first.
                 labels += [IGNORE] * (len(ask) - 1) + learn + [IGNORE]
                 weights += [1.0] * (len(ask) + len(answer))
-                if name != "read":
+                if name not in ("read", "drill"):
                     weights[-3] = EMPHASIS  # predicts the last word
                 pos += [(start + i,) * 3 for i in range(len(ask) + len(answer))]
                 seg += [n] * (len(ask) + len(answer))
