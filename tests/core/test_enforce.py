@@ -245,19 +245,18 @@ def test_independent_of_memory_layout(name: str, arguments: dict[str, Any]):
 @pytest.mark.parametrize(("name", "arguments"), EVERY)
 def test_independent_of_thread_count(name: str, arguments: dict[str, Any]):
     policy = make_policy(name, **arguments)
-    # Large enough for torch to split the work.
-    case = routing(batch=8, length=1500, score_kind="coarse", dtype=torch.float32)
+    # T * K = 33000 elements: just enough for torch to split the work between threads.
+    case = routing(batch=8, length=1375, score_kind="coarse", dtype=torch.float32)
     case = dataclasses.replace(case, validate=False)
     before = torch.get_num_threads()
     try:
         decisions = []
-        for threads in (1, 2, 3):
+        for threads in (1, 2):
             torch.set_num_threads(threads)
             decisions.append(decide(policy, case))
     finally:
         torch.set_num_threads(before)
-    same(decisions[0], decisions[1])
-    same(decisions[0], decisions[2])
+    same(*decisions)
 
 
 @pytest.mark.parametrize("order", ["score", "order", "reverse", "random"])
@@ -316,10 +315,12 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().split("::")[1].split(".")[0]
         waits = name in self.WAITS or name.startswith("_unique")
-        assert not waits, f"{func.name()} waits for the device"
+        if waits:
+            raise AssertionError(f"{func.name()} waits for the device")
         if name == "index":
             for index in args[1]:
-                assert index is None or index.dtype != torch.bool, "a bool index waits"
+                if index is not None and index.dtype == torch.bool:
+                    raise AssertionError("a bool index waits for the device")
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor):

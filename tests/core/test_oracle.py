@@ -118,7 +118,7 @@ def test_policy_equals_oracle_on_the_path_of_other_devices(
     name: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(enforce, "_keep_first_on_cpu", enforce._keep_first)
-    run_cases(name, FEW, derandomize=True)
+    run_cases(name, 60, derandomize=True)
 
 
 @pytest.mark.long

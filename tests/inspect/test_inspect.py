@@ -51,11 +51,13 @@ def test_what_needs_no_model_needs_no_torch(arguments, code, said):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["glm4v_moe", "olmoe", "qwen3_vl_moe", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["glm4v_moe", "olmoe", "qwen3_vl_moe", "llama4", "molmoe", "deepseek_vl2"]
+)
 def test_a_healthy_model(family, capsys):
     assert main(["--tiny", family]) == 0
     out = capsys.readouterr().out
-    for word in ("layers", "experts   E = 8", "router", "backend", "tokens", "straggler", "doctor"):
+    for word in ("layers", "experts   E = ", "router", "backend", "tokens", "straggler", "doctor"):
         assert word in out
     assert out.count("  ok  ") == 5
     assert out.strip().endswith("verdict   healthy")
