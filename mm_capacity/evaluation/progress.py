@@ -49,14 +49,19 @@ class Progress:
             TimeRemainingColumn,
         )
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
+        def whole() -> Column:
+            return Column(no_wrap=True, min_width=7)
+
+        # On a narrow terminal the name of the run gives way, not the time left.
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=11)),
+            TimeElapsedColumn(table_column=whole()),
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=whole()),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),
         )
         with Bar(*columns) as self._bar:
             self._task = self._bar.add_task("", total=self.total)

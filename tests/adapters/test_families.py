@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import picture, question
+from pictures import picture, question
 
 from mm_capacity import limit_capacity, make_policy
 from mm_capacity.experts import SKIP_DROPPED, dispatches, skipping_dropped

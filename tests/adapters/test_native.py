@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import picture, question
+from pictures import picture, question
 
 from vlm_adapters import ADAPTERS, adapter_for, load_model
 from vlm_adapters.base import ModelLoadError, UnsupportedModelError

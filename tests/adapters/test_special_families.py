@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import picture, question
+from pictures import picture, question
 
 from mm_capacity import limit_capacity, make_policy
 from vlm_adapters import adapter_for

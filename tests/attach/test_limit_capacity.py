@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import picture, question
+from pictures import picture, question
 
 from mm_capacity import limit_capacity, make_policy
 from mm_capacity.routing import Decision

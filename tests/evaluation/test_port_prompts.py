@@ -134,8 +134,14 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_molmoe(opened, molmoe, name):
+def test_molmoe(opened, molmoe, name, monkeypatch):
     data = opened(name)
+    if name.startswith("MMMU_"):
+        # The wrapper imports this name from where the installed version does not have it.
+        import vlmeval
+        from vlmeval.dataset import MMMUDataset
+
+        monkeypatch.setattr(vlmeval, "MMMUDataset", MMMUDataset, raising=False)
 
     def process(**arguments):
         # As asked: text, images and options go through the port's own processor.

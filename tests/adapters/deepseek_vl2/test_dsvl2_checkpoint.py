@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA, meta, sample
+from dsvl2_data import DATA, meta, sample
 from safetensors.torch import load_file, save_file
 
 from vlm_adapters.base import ModelLoadError, UnsupportedModelError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA, expected, sample
+from dsvl2_data import DATA, expected, sample
 from dsvl2_reference import Reference
 from PIL import Image
 from safetensors.torch import load_file

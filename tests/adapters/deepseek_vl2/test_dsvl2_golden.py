@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DATA, expected, meta, sample
+from dsvl2_data import DATA, expected, meta, sample
 from safetensors.torch import load_file
 from torch import Tensor
 

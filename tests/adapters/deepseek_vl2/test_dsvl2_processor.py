@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, meta, sample
+from dsvl2_data import DATA, meta, sample
 from PIL import Image
 from safetensors.torch import load_file
 

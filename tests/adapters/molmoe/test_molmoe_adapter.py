@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import picture, question
 from molmoe_golden import inputs, make_folder, original_batch
+from pictures import picture, question
 
 from mm_capacity import limit_capacity, make_policy
 from vlm_adapters import adapter_for, load_model
