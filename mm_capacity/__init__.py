@@ -13,12 +13,24 @@ from .policies import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from .attach import limit_capacity
+    from .patch import apply_capacity_aware_moe_patch
     from .trace import Trace
 
 __version__ = "0.1.0"
-__all__ = ["POLICIES", "Trace", "__version__", "limit_capacity", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "Trace",
+    "__version__",
+    "apply_capacity_aware_moe_patch",
+    "limit_capacity",
+    "make_policy",
+]
 
-_LAZY = {"limit_capacity": "attach", "Trace": "trace"}
+_LAZY = {
+    "Trace": "trace",
+    "apply_capacity_aware_moe_patch": "patch",
+    "limit_capacity": "attach",
+}
 
 
 def __getattr__(name: str) -> Any:

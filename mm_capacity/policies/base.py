@@ -18,6 +18,8 @@ from mm_capacity.routing import Decision, Routing
 
 PHASES = ("prefill", "all")
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
@@ -77,8 +79,11 @@ def apply_keep(
     Returns:
         ``expert`` and ``weights`` after the decision.
     """
-    kept_expert = torch.where(keep, expert, routing.experts)
-    kept_weights = torch.where(keep, weights, weights.new_zeros(()))
+    # Sums and masks, not torch.where: on the CPU that branches, and a mask that no one can predict
+    # makes it two to six times slower.
+    kept_expert = torch.add(expert, ~keep, alpha=routing.experts).clamp_(max=routing.experts)
+    bits = _INTEGERS[weights.element_size()]
+    kept_weights = keep.to(bits).neg_().bitwise_and_(weights.view(bits)).view(weights.dtype)
     if renormalize:
         # Sums in double: an untouched token then gets a factor of exactly 1.
         before = routing.weights.sum(dim=1, keepdim=True, dtype=torch.float64)

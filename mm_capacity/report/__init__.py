@@ -34,6 +34,7 @@ def write_report(work_dir: Path, *, only: Collection[Path] | None = None) -> pd.
         UserError: the directory holds no scored run.
     """
     from mm_capacity.evaluation.results import collect, write_csv
+    from mm_capacity.report.ordering import ordering, print_ordering
     from mm_capacity.report.tables import print_table
 
     results = collect(work_dir)
@@ -45,6 +46,10 @@ def write_report(work_dir: Path, *, only: Collection[Path] | None = None) -> pd.
         names = {str(path.relative_to(work_dir)) for path in only}
         shown = results[results["run"].isin(names)]
     print_table(shown)
+    orders = ordering(work_dir, shown)
+    if not orders.empty:
+        orders.to_csv(work_dir / "ordering.csv", index=False, float_format="%.8g")
+        print_ordering(orders)
     print(f"{work_dir / 'results.csv'}: {len(results)} rows", flush=True)
     for name in PLOTS:
         target = work_dir / f"{name}.png"

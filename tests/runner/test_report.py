@@ -12,6 +12,7 @@ from PIL import Image
 from mm_capacity.evaluation.records import CURRENT_FILE, RunFolder
 from mm_capacity.evaluation.results import COLUMNS, collect
 from mm_capacity.report import PLOTS, __main__, draw
+from mm_capacity.report.ordering import ordering, print_ordering
 from mm_capacity.report.tables import markdown, number, pivot, run_frame, with_error
 
 GAMMAS = (0.5, 1.0)
@@ -191,3 +192,18 @@ def test_errors_are_left_out_when_unknown():
     assert with_error(0.5, float("nan")) == "0.500"
     assert with_error(-0.25, 0.1, sign=True) == "-0.250 ± 0.100"
     assert with_error(float("nan"), 0.1) == "-"
+
+
+def test_ordering_is_paired_by_question(tmp_path, capsys):
+    add_run(tmp_path, "DATA", "none")
+    for modality, right in (("image-first", (1, 1, 0)), ("text-first", (0, 1, 0))):
+        add_run(tmp_path, "DATA", "token-drop", 0.5, modality, right=right)
+    (line,) = ordering(tmp_path, collect(tmp_path)).to_dict("records")
+    assert (line["better"], line["worse"], line["gamma"]) == ("image-first", "text-first", 0.5)
+    each = np.array([1, 0, 0])
+    assert line["difference"] == pytest.approx(each.mean())
+    assert line["stderr"] == pytest.approx(each.std(ddof=1) / np.sqrt(3))
+    print_ordering(ordering(tmp_path, collect(tmp_path)))
+    assert (
+        "token-drop, gamma 0.5: image-first - text-first +0.333 ± 0.333" in capsys.readouterr().out
+    )
