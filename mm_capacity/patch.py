@@ -52,9 +52,7 @@ class Patched(NamedTuple):
     undo: Callable[[], None]
 
 
-def apply_capacity_aware_moe_patch(
-    model: nn.Module, config: Mapping[str, Any] | Any
-) -> Patched:
+def apply_capacity_aware_moe_patch(model: nn.Module, config: Mapping[str, Any] | Any) -> Patched:
     """Runs every forward pass of ``model`` under an expert capacity, until it is undone.
 
     Args:

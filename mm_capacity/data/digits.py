@@ -262,21 +262,15 @@ def ask_presence(rng: random.Random, scene: Scene) -> Question:
     """Tells what is at a place, if anything."""
     empty = [c for c in range(GRID * GRID) if scene.digits[c] == EMPTY]
     cell = rng.choice(empty if empty and rng.random() < 0.35 else scene.filled)
-    names = [f"{colour} {digit}" for colour in COLOUR_NAMES for digit in range(10)]
-    if scene.digits[cell] == EMPTY:
-        answer, near = NOTHING, [scene.name(c) for c in rng.sample(scene.filled, 2)]
-    else:
-        answer = scene.name(cell)
-        colour = rng.choice([name for name in COLOUR_NAMES if name != scene.colours[cell]])
-        digit = rng.choice([d for d in range(10) if d != scene.digits[cell]])
-        # Half right is wrong: neither the colour nor the digit alone gives the answer away.
-        near = [f"{colour} {scene.digits[cell]}", f"{scene.colours[cell]} {digit}"]
-    far = [NOTHING] if answer != NOTHING and rng.random() < 0.6 else names
+    answer = str(scene.digits[cell]) if cell in scene.filled else NOTHING
+    near = [str(scene.digits[c]) for c in scene.filled]
+    if answer != NOTHING and rng.random() < 0.6:
+        near = [NOTHING]
     return Question(
         "presence",
         f"What is at the {PLACES[cell]}?",
         answer,
-        _others(rng, far, answer, near),
+        _others(rng, [str(digit) for digit in range(10)], answer, near),
         f"Is {{}} at the {PLACES[cell]}?",
     )
 

@@ -78,7 +78,7 @@ def test_yn_has_the_columns_of_mme_and_a_yes_and_a_no_per_image():
 
 def at(scene: digits.Scene, cell: int) -> str:
     """What is in a cell."""
-    return f"{scene.colours[cell]} {scene.digits[cell]}" if scene.digits[cell] >= 0 else "none"
+    return str(scene.digits[cell]) if scene.digits[cell] >= 0 else "none"
 
 
 def truth(question: str, scene: digits.Scene) -> str:

@@ -54,7 +54,11 @@ def seen(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "name", "prompt"),
     [
-        ("molmoe", "molmoE-1B-0924", " User: a_okvqa_mc: A hint.\nWhat is shown in picture 0?\nA: "),
+        (
+            "molmoe",
+            "molmoE-1B-0924",
+            " User: a_okvqa_mc: A hint.\nWhat is shown in picture 0?\nA: ",
+        ),
         (
             "deepseek_vl2",
             "deepseek_vl2_tiny",
