@@ -27,6 +27,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from vlm_adapters.modality import Modality
+
 from .attach import limit_capacity
 from .policies.base import Policy, apply_keep
 from .policies.macs_load import modality_of_experts, neighbours
@@ -175,12 +177,12 @@ def calibrate(
                         f"logits must have shape {[*tags.shape, 'V']} for alpha, got "
                         f"{list(reference.shape)}: calibrate without it"
                     )
-                text = (tags == 0).to(reference.device)  # Modality.TEXT
+                text = (tags == Modality.TEXT).to(reference.device)
                 count = int(text.sum())
                 positions += count
                 kept = reference[text]
                 del reference
-                for number in range(len(layers)):
+                for number in range(len(layers) if count else 0):
                     changed = _logits(vlm, inputs, SkipLayer(layer=number))[text]
                     totals[number] += _kl(kept, changed) * count
             progress(questions)
@@ -203,7 +205,7 @@ def _kl(reference: Tensor, changed: Tensor) -> float:
     """:func:`mean_kl` of ``[N, V]``, a few positions at a time."""
     parts = zip(reference.split(KL_POSITIONS), changed.split(KL_POSITIONS), strict=True)
     # Rounding may push the divergence of equal outputs just below 0.
-    return max(0.0, sum(mean_kl(p, q) * len(p) for p, q in parts) / max(len(reference), 1))
+    return max(0.0, sum(mean_kl(p, q) * len(p) for p, q in parts) / len(reference))
 
 
 def training_conversations(count: int, seed: int = 0) -> Iterator[list[dict[str, Any]]]:

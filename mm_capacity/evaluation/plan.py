@@ -149,9 +149,7 @@ class Plan:
         """Most questions of this data set, None for all."""
         return data.limit if data.limit is not None else self.settings.limit
 
-    def new_tokens(
-        self, model: ModelChoice, data: DataChoice, family: int | None = None
-    ) -> int:
+    def new_tokens(self, model: ModelChoice, data: DataChoice, family: int | None = None) -> int:
         """Longest answer in tokens.
 
         Args:
