@@ -6,7 +6,9 @@ stays. One sort of these integers puts each group's survivors in front, so the C
 is the bound that decides for all of the group at once. Because the integers are unique, the result
 depends on neither the sorting algorithm nor the device, thread count or memory layout.
 
-Nothing here makes the host wait for the device unless ``validate`` is set.
+Nothing here makes the host wait for a device unless ``validate`` is set. On the CPU, where there is
+nothing to wait for, the same result comes from the highest 31 bits first and the ties after. Both
+paths, and the checks, stay together in this file so that what is dropped can be read in one place.
 """
 
 from __future__ import annotations
@@ -169,13 +171,13 @@ def _keep_first_on_cpu(group: Tensor, limit: Tensor, keys: Sequence[SortKey]) ->
     a rule, and the whole keys settle them. How many they are is data; to look at data before going
     on is what costs a wait on other devices, and nothing here.
     """
-    packed, exact = pack_top(keys, group.shape)
-    words, group_of = packed.words.numpy().reshape(-1), group.reshape(-1).numpy()
+    words, firsts, exact = pack_top(keys, group.shape)
+    group_of = group.reshape(-1).numpy()
     ordered = np.empty(len(words) + 1, dtype=np.int32)
     ordered[:-1] = words
     ordered[:-1].sort()  # numpy's sort is vectorised, and leaves out the indices
     ordered[-1] = np.iinfo(np.int32).max
-    start = np.searchsorted(ordered, packed.firsts(len(limit) + 1).numpy())
+    start = np.searchsorted(ordered, firsts[: len(limit) + 1])
     end = start.copy()
     np.minimum(start[:-1] + limit.numpy(), start[1:], out=end[:-1])
     bound = ordered[end]

@@ -50,12 +50,6 @@ class SortKey:
         top = 2 ** (self.bits - 1) if self.signed else 2**self.bits
         return top - 1 if self.descending else top if self.signed else 0
 
-    def top(self, bits: int) -> SortKey:
-        """The ``bits`` highest bits of this key, as a key."""
-        if bits == self.bits:
-            return self
-        return SortKey(self.values >> (self.bits - bits), bits, self.descending, self.signed)
-
     def at(self, row: np.ndarray, column: np.ndarray) -> np.ndarray:
         """The values of M entries of a key on the CPU, turned so that the smaller one stays."""
         values = self.values.numpy()[row, column if self.values.shape[1] > 1 else 0]
@@ -155,7 +149,7 @@ class Packed:
     """Sort keys in one integer per entry.
 
     Attributes:
-        words: ``[T, K']`` int64 or int32; smaller comes first.
+        words: ``[T, K']`` int64; smaller comes first.
         shift: bits below the first key.
         constant: what was left out of every word: word + constant is not negative and holds the
             first key in the bits from ``shift`` on.
@@ -166,12 +160,10 @@ class Packed:
     constant: int
 
     def firsts(self, count: int) -> Tensor:
-        """``[count]``, the smallest word whose first key is 0, 1, 2, ..."""
+        """``[count]`` int64, the smallest word whose first key is 0, 1, 2, ..."""
         step = 1 << self.shift
         stop = (count - 1) * step + 1 - self.constant
-        return torch.arange(
-            -self.constant, stop, step, dtype=self.words.dtype, device=self.words.device
-        )
+        return torch.arange(-self.constant, stop, step, device=self.words.device)
 
 
 def pack(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
@@ -203,30 +195,42 @@ def pack(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
     return _combine([*rest, *tail], shape)
 
 
-def pack_top(keys: Sequence[SortKey], shape: torch.Size) -> tuple[Packed, bool]:
-    """Packs the 31 highest bits of the keys into one int32 per entry.
+def pack_top(keys: Sequence[SortKey], shape: torch.Size) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Packs the 31 highest bits of keys on the CPU into one int32 per entry.
 
     Args:
         keys: sort keys, most significant first.
         shape: ``[T, K']``, to which their values broadcast.
 
     Returns:
-        The words, and whether they hold all bits of the keys.
+        ``[T * K']`` int32 words; ``[2**bits of the first key]`` int32, the smallest word whose
+        first key is 0, 1, 2, ...; and whether the words hold all bits of the keys.
     """
-    left, cut = _HALF_WORD_BITS, []
+    place, constant = _HALF_WORD_BITS, 0
+    terms = []
     for key in keys:
-        cut.append(key.top(min(left, key.bits)))
-        left -= cut[-1].bits
-        if not left:
+        if not key.bits:
+            continue
+        dropped = max(0, key.bits - place)
+        place -= key.bits - dropped
+        constant += (key.offset >> dropped) << place
+        values = key.values.numpy()
+        terms.append((values >> dropped if dropped else values, key.sign * (1 << place)))
+        if not place:
             break
+    terms.sort(key=lambda term: term[0].size)  # as in _combine
+    words: np.ndarray = np.zeros((1, 1), dtype=np.int32)
+    for values, factor in terms:
+        term = np.multiply(values, np.int32(factor), dtype=np.int32, casting="unsafe")
+        words = np.add(words, term, out=term if term.shape == shape else None)
+    step = 1 << (_HALF_WORD_BITS - keys[0].bits)
+    firsts = np.arange(-constant, 2**_HALF_WORD_BITS - constant, step, dtype=np.int64)
     fits = sum(key.bits for key in keys) <= _HALF_WORD_BITS
-    return _combine(cut, shape, torch.int32), fits
+    return np.broadcast_to(words, shape).reshape(-1), firsts.astype(np.int32), fits
 
 
-def _combine(
-    keys: Sequence[SortKey], shape: torch.Size, dtype: torch.dtype = torch.int64
-) -> Packed:
-    """The words that the keys form; together they must fit in the non-negative range of dtype."""
+def _combine(keys: Sequence[SortKey], shape: torch.Size) -> Packed:
+    """The words that the keys form; together they must fit."""
     place = sum(key.bits for key in keys)
     shift = place - keys[0].bits
     constant = 0
@@ -237,15 +241,11 @@ def _combine(
         terms.append((key.values, key.sign * (1 << place)))
     # Per-token keys first: they are summed at [T, 1], and only the sum is spread over the slots.
     terms.sort(key=lambda term: term[0].numel())
-    words = None
-    for values, factor in terms:
-        if values.dtype.itemsize > dtype.itemsize:
-            values = values.to(dtype)
-        if words is None:
-            words = values.to(dtype) * factor
-        elif words.shape == shape:
+    values, factor = terms[0]
+    words = values.to(torch.int64) * factor
+    for values, factor in terms[1:]:
+        if words.shape == shape:
             words.add_(values, alpha=factor)
         else:
             words = torch.add(words, values, alpha=factor)
-    assert words is not None
     return Packed(words.expand(shape).contiguous(), shift, constant)

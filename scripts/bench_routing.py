@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=0.5, help="spread of the experts' popularity")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
-    parser.add_argument("--budget-s", type=float, default=0.3, help="seconds per measurement")
+    parser.add_argument("--budget-s", type=float, default=0.6, help="seconds per measurement")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(
@@ -158,9 +158,10 @@ def main() -> None:
     counted = False
     for tokens in args.tokens:
         for experts in args.experts:
-            row = measure(
-                tokens, experts, args.top_k, args.gamma, args.skew, args.seed, args.budget_s
-            )
+            with torch.inference_mode():
+                row = measure(
+                    tokens, experts, args.top_k, args.gamma, args.skew, args.seed, args.budget_s
+                )
             over_sort = row["policy"] / row["sort"]
             over_router = row["policy"] / row["router"]
             speedup = row["algorithm1"] / row["policy"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from mm_capacity.evaluation.vision import encode_images, fresh, n_bytes
 
 if TYPE_CHECKING:
     from mm_capacity.evaluation.models import ModelHandle
@@ -43,16 +45,15 @@ class Prepared:
 
     @property
     def n_bytes(self) -> int:
-        tensors = (self.inputs or {}).values()
-        return sum(t.numel() * t.element_size() for t in tensors if hasattr(t, "element_size"))
+        return n_bytes(self.inputs)
 
 
 class Preparer:
     """Prepares the batches of one data set for one model, and keeps what fits.
 
-    Preprocessing is the same under every policy, so what is kept saves it for all runs but
-    the first. Batches are kept in order until the memory is used up, and never replaced: a
-    sweep walks through all of them, so replacing the oldest would never hit.
+    Preprocessing and vision tower give the same under every policy, so what is kept saves them
+    for all runs but the first. Batches are kept in order until the memory is used up, and never
+    replaced: a sweep walks through all of them, so replacing the oldest would never hit.
 
     Args:
         handle: the model; loaded when the first batch is prepared.
@@ -78,6 +79,10 @@ class Preparer:
         if number in self._kept:
             return self._kept[number]
         prepared = self._prepare(self.batches[number])
+        if prepared.inputs is not None:
+            prepared = replace(
+                prepared, inputs=encode_images(self.handle.vlm.model, prepared.inputs)
+            )
         if prepared.n_bytes <= self._room:
             self._room -= prepared.n_bytes
             self._kept[number] = prepared
@@ -126,7 +131,8 @@ class Answered:
         texts: one per row of the inputs.
         loads: load counts (``trace.frame()``).
         layers: load of every layer (``trace.layers()``).
-        seconds: time of ``generate``, including the policy.
+        seconds: time of ``generate``, including the policy; the vision tower has run before,
+            where the model lets it (:mod:`mm_capacity.evaluation.vision`).
         notes: what the policy, the hooks or the model had to say, each text once.
     """
 
@@ -188,7 +194,10 @@ def answer(
         _synchronize(vlm.model)
         start = time.perf_counter()
         generated = vlm.model.generate(
-            **inputs, max_new_tokens=max_new_tokens, **GREEDY, **({} if use_cache else NO_CACHE)
+            **fresh(inputs),
+            max_new_tokens=max_new_tokens,
+            **GREEDY,
+            **({} if use_cache else NO_CACHE),
         )
         _synchronize(vlm.model)
         seconds = time.perf_counter() - start

@@ -17,7 +17,7 @@ MODALITIES = ("uniform", "image-first", "text-first")
 ORDERS = ("score", "order", "reverse", "random")
 WINDOWS = ("batch", "sequence", "rank")
 
-EMBEDDED_BATCH_SIZE = 16
+EMBEDDED_BATCH_SIZE = 32
 EMBEDDED_NEW_TOKENS = 16
 DEFAULT_NEW_TOKENS = 512
 DEFAULT_EP_SIZE = 4

@@ -40,7 +40,7 @@ def test_no_arguments_give_the_embedded_model_data_and_the_full_grid():
         for gamma in (0.5, 1.0, 1.5)
     }
     assert len(plan.policies) == 19 and plan.runs == 38
-    assert plan.settings.batch_size == 16
+    assert plan.settings.batch_size == 32
     assert plan.new_tokens(plan.models[0], plan.data[0]) == 16
     assert {p.get("window") for p in plan.policies[1:]} == {"sequence"}
 
