@@ -62,7 +62,7 @@ def stages(scale: float) -> list[Stage]:
         Stage("see", 480, rows=32, questions=0, reading=0),
         Stage("match", 450, rows=16, questions=5, reading=0, with_image=False),
         Stage("read", 400, rows=12, questions=2, reading=2),
-        Stage("answer", 1500, rows=8, questions=6, reading=0, drills=6),
+        Stage("answer", 1500, rows=8, questions=6, reading=0, drills=4),
     ]
     return [replace(stage, steps=max(1, round(stage.steps * scale))) for stage in plan]
 

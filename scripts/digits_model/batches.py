@@ -49,6 +49,16 @@ def solution(question: Question) -> str:
     return f"{question.aloud}{joint}{question.answer}"
 
 
+def given(target: str) -> str:
+    """The part of a target that only the picture tells; what follows it, the text tells.
+
+    ``3+4=`` of ``3+4=7 B``, ``3,7`` of ``3,7 smaller A``, ``red`` of ``red C``.
+    """
+    if "=" in target:
+        return target[: target.index("=") + 1]
+    return target.split(" ")[0] if "," in target else target[: target.rindex(" ")]
+
+
 def as_mcq(rng: random.Random, question: Question) -> tuple[str, str]:
     """Prompt in the form VLMEvalKit gives multiple-choice questions, and the target text."""
     options = [question.answer, *question.wrong]
@@ -147,7 +157,9 @@ class Batch:
 LOOKUPS = {"digit": 11, "colour": 7}
 """What a named place in the prompt holds, and the number of classes."""
 EMPHASIS = 2.0
-"""Weight of the word that commits (letter, yes, no): one token among many that read aloud."""
+"""Weight of the words that commit (letter, yes, no; a result): few among many that read aloud."""
+OFTEN = {"digit": 1.0, "colour": 1.5, "count": 1.5, "sum": 1.5, "comparison": 1.0, "presence": 1.0}
+"""Relative frequency of question kinds in training: what takes several steps comes more often."""
 
 KINDS = (*(f"{form}/{name}" for form in ("mcq", "yn") for name in ASKERS), "read", "drill")
 
@@ -200,19 +212,20 @@ class BatchMaker:
             out.append((f"{form}/{name}", *make(self.rng, question)))
         return out
 
-    def drills(self, rows: int, options: int = 8, sums: int = 8, questions: int = 2) -> Batch:
+    def drills(self, rows: int, options: int = 6, sums: int = 10, questions: int = 6) -> Batch:
         """A text-only batch of what has to be known by heart: option letters and sums.
 
         Args:
             rows: rows of segments.
             options: segments per row that find the letter of a stated option.
             sums: segments per row that finish a stated sum.
-            questions: ordinary questions per row, of which the last word is learned.
+            questions: ordinary questions per row, of which what follows from the stated
+                readings is learned (counts, sums, comparisons, letters, yes or no).
         """
         made = []
         for _ in range(rows):
             scene = draw_scene(self.rng, self.split)
-            segments = self._segments(scene, questions, 0, dict.fromkeys(ASKERS, 1.0))
+            segments = self._segments(scene, questions, 0, OFTEN)
             segments += [("drill", *find_letter(self.rng)) for _ in range(options)]
             for _ in range(sums):
                 a, b = self.rng.randrange(10), self.rng.randrange(10)
@@ -242,7 +255,7 @@ class BatchMaker:
             weights: relative frequency of the question kinds.
             max_shift: of the digits inside their cells, in pixels.
         """
-        weights = weights or dict.fromkeys(ASKERS, 1.0)
+        weights = weights or OFTEN
         made, pixels, digits, colours = [], [], [], []
         for _ in range(rows):
             warp = warp_glyph if self.split == "train" else None
@@ -278,10 +291,8 @@ class BatchMaker:
             for n, (name, prompt, target) in enumerate(segments, 1):
                 ask = self.encode(prompt) + self.turn
                 answer = self.encode(target) + self.end
-                # Without the picture only the last word (letter, yes, no) follows from the text.
-                n_told = 0 if with_image else len(answer) - 2
-                if name == "drill" and "=" in target:
-                    n_told = len(self.encode(target[: target.index("=") + 1]))
+                n_given = len(self.encode(given(target)))
+                n_told = 0 if with_image else n_given
                 learn = [IGNORE] * n_told + answer[n_told:]
                 ids += ask + answer
                 # Labels are already shifted: the token before predicts the answer's first.
@@ -289,6 +300,8 @@ class BatchMaker:
                 weights += [1.0] * (len(ask) + len(answer))
                 if name not in ("read", "drill"):
                     weights[-3] = EMPHASIS  # predicts the last word
+                    if "=" in target:
+                        weights[n_given - len(answer) - 1] = EMPHASIS  # predicts the result
                 pos += [(start + i,) * 3 for i in range(len(ask) + len(answer))]
                 seg += [n] * (len(ask) + len(answer))
                 kind += [KINDS.index(name)] * (len(ask) + len(answer))

@@ -38,7 +38,7 @@ def test_a_packed_question_is_computed_as_it_is_alone(parts):
     processor = architecture.build_processor(tokenizer)
     for row in range(2):
         scene = batches.draw_scene(again.rng, "train", batches.warp_glyph)
-        segments = again._segments(scene, 3, 1, dict.fromkeys(batches.ASKERS, 1.0))
+        segments = again._segments(scene, 3, 1, batches.OFTEN)
         where = torch.nonzero(packed.labels[row] != batches.IGNORE).flatten().tolist()
         for _, prompt, target in segments:
             messages = [
@@ -81,13 +81,31 @@ def test_the_processor_makes_the_training_pixels(parts):
 
 
 def test_text_only_batches_teach_only_what_follows_from_the_text(parts):
+    """What the picture tells (digits, colours, readings) is never learned without it."""
     _, _, batches, tokenizer, _ = parts
-    batch = batches.BatchMaker(tokenizer, seed=0).make(3, 4, reading=0, with_image=False)
-    assert batch.pixels is None
-    learned = [tokenizer.decode([t]).strip() for t in batch.labels[batch.labels >= 0].tolist()]
-    # Without a space in front, "yes" and "no" are two tokens, of which the last is learned.
-    assert set(learned) <= {"A", "B", "C", "D", "yes", "no", "es", "o", "<|im_end|>"}
-    assert len(learned) == 2 * 3 * 4
+    for batch in (
+        batches.BatchMaker(tokenizer, seed=0).make(3, 8, reading=0, with_image=False),
+        batches.BatchMaker(tokenizer, seed=1).drills(3, options=0, sums=0, questions=8),
+    ):
+        assert batch.pixels is None
+        learned = [tokenizer.decode([t]).strip() for t in batch.labels[batch.labels >= 0].tolist()]
+        results = {"larger", "smaller", "equal", *(str(n) for n in range(19))}
+        assert set(learned) <= {"A", "B", "C", "D", "yes", "no", "<|im_end|>"} | results
+        assert not set(learned).isdisjoint(results)
+
+
+@pytest.mark.parametrize(
+    ("target", "picture"),
+    [
+        ("3+4=7 B", "3+4="),
+        ("red,none,blue=1 no", "red,none,blue="),
+        ("3,7 smaller A", "3,7"),
+        ("red C", "red"),
+        ("5 yes", "5"),
+    ],
+)
+def test_what_only_the_picture_tells(parts, target, picture):
+    assert parts[2].given(target) == picture
 
 
 def test_the_tokenizer_reads_any_text(parts):
