@@ -80,14 +80,17 @@ class DeepseekVL2Adapter(Adapter):
         """See :meth:`Adapter.read_scores`.
 
         ``allowed`` is the group mask of a group-limited router, and None when every group is kept.
-        An expert that the router picked all the same (``noaux_tc`` can, when all choices of the
-        groups are below 0) counts as allowed.
+        An expert that the router picked all the same counts as allowed: ``noaux_tc`` can, when all
+        choices of the groups are below 0, and any method when the groups hold fewer than K experts.
+        Outside of the groups a score of ``group_limited_greedy`` is 0, as the weight would be.
         """
         logits, weights, index = router_output
         router: Any = layer.router
         scores = router.scores(logits)
         _, allowed = router.selection(scores)
         if allowed is not None:
+            if router.topk_method != "noaux_tc":
+                scores = scores.masked_fill(~allowed, 0.0)
             allowed = allowed.scatter(1, index, True)
         return RouterChoice(scores=scores, index=index, weights=weights, allowed=allowed)
 

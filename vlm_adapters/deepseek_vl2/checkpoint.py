@@ -178,7 +178,9 @@ def weight_files(folder: Path) -> list[Path]:
     lacking = [name for name in names if not (folder / name).is_file()]
     if lacking:
         raise ModelLoadError(f"model folder '{folder}' lacks {', '.join(lacking[:SHOWN])}")
-    return [folder / name for name in names]
+    # Beside an index the single file is what transformers loads: both have to be whole.
+    both = [SINGLE] if SINGLE not in names and (folder / SINGLE).is_file() else []
+    return [folder / name for name in names + both]
 
 
 def check_folder(folder: Path, config: DeepseekVLV2Config) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
+
+from transformers.activations import ACT2FN
 
 from ..base import UnsupportedModelError
 from .configuration import DeepseekVLV2Config, DeepseekVLV2TextConfig
@@ -33,6 +36,9 @@ def check_config(config: DeepseekVLV2Config) -> None:
     if vision.grid < 1:
         raise _error("vision_config.image_size", vision.image_size, "at least one patch")
     _check_attention(language)
+    frequency = language.moe_layer_freq
+    if frequency < 1:
+        raise _error("language_config.moe_layer_freq", frequency, "a number of layers above 0")
     if any(language.is_moe_layer(layer) for layer in range(language.num_hidden_layers)):
         _check_router(language)
 
@@ -47,8 +53,14 @@ def _check_attention(config: DeepseekVLV2TextConfig) -> None:
     else:
         _divides(prefix + "num_attention_heads", heads, "hidden_size", config.hidden_size)
         _divides(prefix + "num_key_value_heads", config.num_key_value_heads, "heads", heads)
-    rope_type = (config.rope_parameters or {}).get("rope_type")
+    _known(prefix + "hidden_act", config.hidden_act, ACT2FN)
+    rope = config.rope_parameters or {}
+    rope_type, factor = rope.get("rope_type"), rope.get("factor")
     _one_of(prefix + "rope_scaling.type", rope_type, ROPE_TYPES)
+    if rope_type == "default" and factor is not None:
+        raise _error(prefix + "rope_scaling.type", None, "a type beside its factor")
+    if rope_type != "default" and not (isinstance(factor, int | float) and factor > 0):
+        raise _error(prefix + "rope_scaling.factor", factor, "a number above 0")
 
 
 def _check_router(config: DeepseekVLV2TextConfig) -> None:
@@ -67,6 +79,11 @@ def _check_router(config: DeepseekVLV2TextConfig) -> None:
 def _one_of(key: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise _error(key, value, " or ".join(repr(item) for item in allowed))
+
+
+def _known(key: str, value: Any, known: Container[Any]) -> None:
+    if value not in known:
+        raise _error(key, value, "an activation that transformers knows")
 
 
 def _equal(key: str, value: int, other_key: str, other: int) -> None:

@@ -62,6 +62,8 @@ class DeepseekVLV2ImageProcessor(BaseImageProcessor):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if not candidate_resolutions:
+            raise ValueError("candidate_resolutions is empty: its first entry is the tile's size")
         self.candidate_resolutions = [(int(w), int(h)) for w, h in candidate_resolutions]
         self.patch_size = patch_size
         self.downsample_ratio = downsample_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,45 @@ def load(
             f"model folder '{folder}' lacks {', '.join(lacking)}; config.json, "
             f"{', '.join(PROCESSOR_FILES)} and the *.safetensors files lie side by side"
         )
-    config = read_config(DeepseekVLV2Config.get_config_dict(folder)[0])
-    check_config(config)
+    for name in PROCESSOR_FILES:
+        check_json(folder / name)
+    config = usable_config(folder)
     check_folder(folder, config)
     processor = DeepseekVLV2Processor.from_pretrained(folder)
     check_fit(config, processor)
     placed: dict[str, Any] = {"device_map": device} if device != "cpu" else {}
     model = DeepseekVLV2ForCausalLM.from_pretrained(folder, dtype=dtype, **(placed | kwargs))
     return model, processor
+
+
+def check_json(file: Path) -> None:
+    """Raises ModelLoadError unless a file holds a JSON object, as a truncated one does not."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"'{file}' is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"'{file}' holds a {type(content).__name__}, not a JSON object")
+
+
+def usable_config(folder: Path) -> DeepseekVLV2Config:
+    """The configuration of a folder, once it is one that this port computes.
+
+    Raises:
+        ModelLoadError: a value of config.json is of the wrong kind.
+        UnsupportedModelError: another family, or a setting that is not implemented.
+    """
+    try:
+        config = read_config(DeepseekVLV2Config.get_config_dict(folder)[0])
+        check_config(config)
+    except UnsupportedModelError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
+        raise ModelLoadError(
+            f"'{folder / 'config.json'}' holds a value of the wrong kind: {reason}"
+        ) from error
+    return config
 
 
 def checkpoint_folder(source: str) -> Path:

@@ -25,6 +25,10 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from .configuration import DeepseekVLV2TextConfig
 from .moe import DeepseekVLV2Experts, DeepseekVLV2MoE, DeepseekVLV2Router
 
+# torch's grouped product wants rows of whole 16 bytes: 8 values of a half precision, to which a
+# model may be cast at any time.
+ALIGNED = 8
+
 
 class DeepseekVLV2RotaryEmbedding(nn.Module):
     """cos and sin of the positions, computed from the configuration in every call.
@@ -94,6 +98,14 @@ class DeepseekVLV2PreTrainedModel(PreTrainedModel):
     # The attention-pool head of the tower is in the files and never used.
     _keys_to_ignore_on_load_unexpected = [r"vision(_tower)?\.attn_pool\."]
     _keep_in_fp32_modules_strict = ["gate.weight", "e_score_correction_bias"]
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """As the base class, but ``eager`` by default for sizes that ``grouped_mm`` cannot take."""
+        text = self.config.get_text_config()
+        sizes = (getattr(text, "hidden_size", 0), getattr(text, "moe_intermediate_size", 0))
+        if requested_experts is None and any(size % ALIGNED for size in sizes):
+            return "eager"
+        return super().get_correct_experts_implementation(requested_experts)
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:

@@ -62,7 +62,8 @@ class DeepseekVLV2Router(nn.Module):
             # To 0, as the original does, not to -inf: it matters where a choice is below 0.
             choice = choice.masked_fill(~allowed, 0.0)
         index = choice.topk(self.top_k, dim=-1, sorted=False).indices
-        weights = scores.gather(1, index)
+        # The bias plays no part in a weight; a group that is left out does: its scores are 0.
+        weights = (scores if self.topk_method == "noaux_tc" else choice).gather(1, index)
         if self.top_k > 1 and self.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return logits, weights * self.routed_scaling_factor, index

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..base import Adapter, LoadedVLM, MoELayer, RouterChoice, UnsupportedModelError
 from ..modality import Modality
 from ..registry import config_value
-from .configuration import MODEL_TYPE, why_not_molmoe
+from .family import MODEL_TYPE, why_not_molmoe
 from .padding import PAD_ID
 
 
@@ -146,7 +146,7 @@ class MolmoEAdapter(Adapter):
         Raises:
             ModelLoadError: a file is missing or damaged, or the weights do not fit the config.
         """
-        from .checkpoint import check_files, local_folder
+        from .folder import check_files, local_folder
         from .modeling import MolmoeForConditionalGeneration
         from .processing import MolmoProcessor
 
@@ -209,17 +209,22 @@ class MolmoEAdapter(Adapter):
 
 def _one_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Any]]:
     """Text and images of a conversation of one user turn; text parts are joined by line breaks."""
-    roles = [message["role"] for message in messages]
+    roles = [str(message.get("role")) for message in messages]
     if roles != ["user"]:
-        raise ValueError(
-            f"MolmoE takes one user message, got {len(roles)} with roles {', '.join(roles)}"
-        )
-    content = messages[0]["content"]
+        named = f" with roles {', '.join(roles)}" if roles else ""
+        raise ValueError(f"MolmoE takes one user message, got {len(roles)}{named}")
+    content = messages[0].get("content") or ""
     if isinstance(content, str):
         return content, []
-    kinds = [part.get("type") for part in content]
-    other = [kind for kind in kinds if kind not in ("image", "text")]
-    if other:
-        raise ValueError(f"MolmoE takes 'image' and 'text' parts, got {other[0]!r}")
-    texts = [part["text"] for part in content if part["type"] == "text"]
-    return "\n".join(texts), [part["image"] for part in content if part["type"] == "image"]
+    texts, images = [], []
+    for part in content:
+        kind = part.get("type")
+        if kind == "text":
+            texts.append(part.get("text") or "")
+        elif kind != "image":
+            raise ValueError(f"MolmoE takes 'image' and 'text' parts, got {kind!r}")
+        elif part.get("image") is None:
+            raise ValueError("an image part needs its picture under 'image'")
+        else:
+            images.append(part["image"])
+    return "\n".join(texts), images

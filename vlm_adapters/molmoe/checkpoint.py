@@ -1,4 +1,4 @@
-"""Original checkpoint folders: what must be in them, what goes where, what is wrong with them.
+"""Original checkpoints: which parameters they hold, where those go, what does not fit.
 
 The original files hold each expert as three matrices; transformers' weight conversion stacks them
 into the fused parameters on loading and takes them apart on saving, so that a saved folder is again
@@ -7,23 +7,17 @@ one in the original layout.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from ..base import ModelLoadError
-from .configuration import MODEL_TYPE, MolmoeConfig
-
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.txt")  # no pickled weights, no code
-INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-_SHOWN = 8  # names listed in an error before "and N more"
+from .configuration import MolmoeConfig
+from .family import MODEL_TYPE
+from .folder import few, stored_shapes, usable_config
 
 
 def register() -> None:
@@ -73,61 +67,6 @@ def original_shapes(config: MolmoeConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def few(names: Iterable[str]) -> str:
-    """The first names of a list in natural reading, and how many more there are."""
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(ordered[:_SHOWN]) + more
-
-
-def weight_files(folder: str) -> list[str]:
-    """Paths of the safetensors files of a checkpoint folder.
-
-    Raises:
-        ModelLoadError: there are none, the index is broken or names a file that is missing or lies
-            outside of the folder.
-    """
-    index = os.path.join(folder, INDEX_FILE)
-    if os.path.isfile(index):
-        try:
-            with open(index, encoding="utf-8") as stream:
-                names = sorted(set(json.load(stream)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelLoadError(f"{index} is not a safetensors index: {error}") from error
-    else:
-        names = [WEIGHTS_FILE]
-    outside = [name for name in names if os.path.basename(name) != name]
-    if outside:
-        raise ModelLoadError(f"{index} names files outside of its folder: {few(outside)}")
-    missing = [name for name in names if not os.path.isfile(os.path.join(folder, name))]
-    if missing:
-        raise ModelLoadError(
-            f"{folder} lacks weights: {few(missing)} (needed: {WEIGHTS_FILE}, or {INDEX_FILE} and "
-            "the files it names)"
-        )
-    return [os.path.join(folder, name) for name in names]
-
-
-def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in a folder's safetensors files; reads only their headers.
-
-    Raises:
-        ModelLoadError: a file cannot be read, for example because it is truncated.
-    """
-    shapes = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as stream:
-                for name in stream.keys():
-                    shapes[name] = tuple(stream.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            size = os.path.getsize(path)
-            raise ModelLoadError(
-                f"{path} ({size} bytes) is truncated or damaged: {error}; copy it again"
-            ) from error
-    return shapes
-
-
 def check_weights(folder: str, config: MolmoeConfig) -> None:
     """Compares a folder's files with what the config describes, before anything is allocated.
 
@@ -168,49 +107,6 @@ def _complain(
         )
 
 
-def local_folder(source: str) -> str:
-    """The folder of a checkpoint: ``source`` itself, or its copy fetched from the hub.
-
-    Raises:
-        ModelLoadError: neither; says which files are needed.
-    """
-    if os.path.isdir(source):
-        return source
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(source, allow_patterns=list(HUB_PATTERNS))
-    except Exception as error:
-        # The hub client raises a family of unrelated exceptions when it is offline.
-        raise ModelLoadError(
-            f"model {source!r} is no folder and cannot be fetched from the hub "
-            f"({type(error).__name__}); a local copy needs config.json, {WEIGHTS_FILE} (or "
-            f"{INDEX_FILE} and its files), {', '.join(TOKENIZER_FILES)} and {PROCESSOR_FILES[0]}"
-        ) from error
-
-
-def check_files(folder: str) -> None:
-    """Checks that a folder holds config, weights, tokenizer and processor side by side.
-
-    Raises:
-        ModelLoadError: names the first kind of file that is missing.
-    """
-    if not os.path.isdir(folder):
-        raise ModelLoadError(f"{folder} is not a folder")
-    for kind, names, every in (
-        ("configuration", ("config.json",), True),
-        ("tokenizer", TOKENIZER_FILES, True),
-        ("processor", PROCESSOR_FILES, False),
-    ):
-        there = [name for name in names if os.path.isfile(os.path.join(folder, name))]
-        if len(there) < (len(names) if every else 1):
-            lacking = [name for name in names if name not in there]
-            raise ModelLoadError(
-                f"{folder} lacks its {kind} file: {(' and ' if every else ' or ').join(lacking)}"
-            )
-    weight_files(folder)
-
-
 class LoadChecks(PreTrainedModel):
     """Base of the model classes: nothing is loaded in part, nothing is saved half converted."""
 
@@ -229,7 +125,7 @@ class LoadChecks(PreTrainedModel):
         if os.path.isdir(folder) and not kwargs.get("subfolder") and not kwargs.get("variant"):
             config = kwargs.get("config")
             if not isinstance(config, MolmoeConfig):
-                config = MolmoeConfig.from_pretrained(config or folder)
+                config = usable_config(str(config or folder))
             check_weights(folder, config)
         kwargs.setdefault("use_safetensors", True)  # never unpickles a foreign file
         loaded: Any = super().from_pretrained(source, *args, output_loading_info=True, **kwargs)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-MODEL_TYPE = "molmo"
+from ..base import UnsupportedModelError
+from .family import MODEL_TYPE, why_not_molmoe
 
 # Keys whose other values change the mathematics in a way that this port does not implement.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
@@ -38,29 +39,6 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "image_projector": ("mlp",),
     "image_padding_embed": ("pad_and_partial_pad",),
 }
-
-
-def why_not_molmoe(config: Any) -> str | None:
-    """Why a configuration is not that of a MolmoE, or None when it is.
-
-    Args:
-        config: a configuration object or the content of a ``config.json``.
-    """
-
-    def read(key: str) -> Any:
-        return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-
-    if read("model_type") != MODEL_TYPE:
-        return f"model_type is {read('model_type')!r}, not {MODEL_TYPE!r}"
-    experts = read("moe_num_experts")
-    if not isinstance(experts, int) or experts < 1 or read("n_layers") is None:
-        return (
-            "a dense Molmo (model_type 'molmo' without moe_num_experts and n_layers) has no "
-            "experts to cap; use a MolmoE checkpoint such as allenai/MolmoE-1B-0924"
-        )
-    if read("block_type") != "moe":
-        return f"a dense Molmo (block_type {read('block_type')!r}, not 'moe') has no experts to cap"
-    return None
 
 
 class MolmoeVisionConfig(PreTrainedConfig):
@@ -194,9 +172,9 @@ class MolmoeConfig(PreTrainedConfig):
 
     @rope_parameters.setter
     def rope_parameters(self, value: Mapping[str, Any] | None) -> None:
-        kind = (value or {}).get("rope_type", "default")
+        kind = (value or {}).get("rope_type") or (value or {}).get("type") or "default"
         if kind != "default":
-            raise ValueError(f"MolmoE has no rope scaling: rope_type {kind!r} is not supported")
+            raise UnsupportedModelError(f"MolmoE has no rope scaling: {kind!r} is not supported")
         self.rope_theta = (value or {}).get("rope_theta") or self.rope_theta
 
     @classmethod
@@ -212,30 +190,31 @@ class MolmoeConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def check_supported(self) -> None:
-        """Raises ValueError naming the first key whose value this port cannot compute."""
+        """Raises UnsupportedModelError naming the first key whose value cannot be computed."""
         for key, allowed in _REQUIRED.items():
             value = getattr(self, key, None)
             if value not in allowed:
-                raise ValueError(
-                    f"MolmoE config: {key}={value!r} is not supported, only {allowed[0]!r}"
-                )
+                raise _unsupported(key, value, repr(allowed[0]))
+        for key, part, whole_key, whole in (
+            ("n_heads", self.n_heads, "d_model", self.d_model),
+            ("n_kv_heads", self.num_key_value_heads, "n_heads", self.n_heads),
+        ):
+            if part < 1 or whole % part:
+                raise _unsupported(key, part, f"a divisor of {whole_key}={whole}")
+        if not 1 <= self.moe_top_k <= self.moe_num_experts:
+            raise _unsupported("moe_top_k", self.moe_top_k, f"1 to {self.moe_num_experts} experts")
         if self.head_dim not in (None, self.attention_head_dim):
-            raise ValueError(
-                f"MolmoE config: head_dim={self.head_dim} is not supported, only "
-                f"d_model/n_heads={self.attention_head_dim}"
+            raise _unsupported(
+                "head_dim", self.head_dim, f"d_model/n_heads={self.attention_head_dim}"
             )
         vision = self.vision_backbone
         if vision.image_model_type != "openai":
-            raise ValueError(
-                f"MolmoE config: image_model_type={vision.image_model_type!r} is not supported, "
-                "only 'openai'"
-            )
+            raise _unsupported("image_model_type", vision.image_model_type, "'openai'")
         layers = vision.image_num_layers
         wrong = [layer for layer in self.vit_layers if not -layers <= layer < layers]
-        if wrong:
-            raise ValueError(
-                f"MolmoE config: vit_layers={list(self.vit_layers)} names layer {wrong[0]} of a "
-                f"tower with {layers} layers"
+        if wrong or not self.vit_layers:
+            raise _unsupported(
+                "vit_layers", list(self.vit_layers), f"layers of a tower that has {layers}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,3 +222,7 @@ class MolmoeConfig(PreTrainedConfig):
         output = super().to_dict()
         output.pop("auto_map", None)
         return output
+
+
+def _unsupported(key: str, value: Any, allowed: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"MolmoE config: {key}={value!r} is not supported, only {allowed}")

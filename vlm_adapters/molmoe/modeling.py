@@ -6,82 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils.output_capturing import capture_outputs
 
-from .checkpoint import LoadChecks
 from .configuration import MolmoeConfig
-from .decoder import (
-    MolmoeAttention,
-    MolmoeBlock,
-    MolmoeEmbedding,
-    MolmoeExperts,
-    MolmoeTopKRouter,
-    MolmoeTransformer,
-    rotary_tables,
-)
+from .decoder import MolmoeTransformer, rotary_tables
 from .generation import MolmoeGenerationMixin
 from .merging import add_image_features
 from .padding import real_tokens
-from .vision import MolmoeVisionBackbone, MolmoeVisionTransformer
-
-
-class MolmoePreTrainedModel(LoadChecks):
-    """What the MolmoE classes share: initialisation, what transformers may do with them."""
-
-    config_class = MolmoeConfig
-    base_model_prefix = "model"
-    main_input_name = "input_ids"
-    input_modalities = ["image", "text"]
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["MolmoeBlock", "MolmoeVisionBlock"]
-    _supports_sdpa = True
-    _supports_flash_attn = True
-    _supports_attention_backend = True
-    _can_record_outputs = {
-        "router_logits": OutputRecorder(MolmoeTopKRouter, index=0),
-        "hidden_states": MolmoeBlock,
-        "attentions": MolmoeAttention,
-    }
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        """transformers guesses this from the source of this file; the experts live in another."""
-        return True
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        own: tuple[Tensor | None, ...] = ()
-        if isinstance(module, MolmoeExperts):
-            own = (module.gate_up_proj, module.down_proj)
-        elif isinstance(module, MolmoeTopKRouter):
-            own = (module.weight,)
-        elif isinstance(module, MolmoeEmbedding):
-            own = (module.embedding, module.new_embedding)
-        elif isinstance(module, MolmoeVisionTransformer):
-            own = (module.class_embedding, module.positional_embedding)
-        elif isinstance(module, MolmoeVisionBackbone):
-            own = (module.pad_embed,)
-        for parameter in own:
-            if parameter is not None:
-                init.normal_(parameter, mean=0.0, std=self.config.initializer_range)
-
-    def get_input_embeddings(self) -> nn.Module:
-        base: Any = self.base_model
-        return base.transformer.wte
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        base: Any = self.base_model
-        base.transformer.wte = value
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Not offered: the two embedding tables have fixed meanings."""
-        raise NotImplementedError("MolmoE has a fixed vocabulary: its embeddings cannot be resized")
+from .pretrained import MolmoePreTrainedModel
+from .vision import MolmoeVisionBackbone
 
 
 class MolmoeModel(MolmoePreTrainedModel):

@@ -217,7 +217,9 @@ class Reference:
             choice = [value if i // size in kept else 0.0 for i, value in enumerate(choice)]
         top_k = text["num_experts_per_tok"]
         experts = sorted(sorted(range(len(choice)), key=lambda expert: -choice[expert])[:top_k])
-        weights = [scores[expert] for expert in experts]
+        # Only the bias is left out of the weights; an expert outside of the groups weighs nothing.
+        worth = scores if method == "noaux_tc" else choice
+        weights = [worth[expert] for expert in experts]
         if top_k > 1 and text.get("norm_topk_prob", False):
             total = sum(weights) + 1e-20
             weights = [weight / total for weight in weights]

@@ -335,6 +335,14 @@ def truncate(target: Path) -> None:
     (target / "model.safetensors").write_bytes(data[: len(data) // 2])
 
 
+def cut(name: str) -> Any:
+    def apply(target: Path) -> None:
+        text = (target / name).read_text(encoding="utf-8")
+        (target / name).write_text(text[: len(text) // 2], encoding="utf-8")
+
+    return apply
+
+
 def with_tensors(change: Any) -> Any:
     def apply(target: Path) -> None:
         tensors = load_file(target / "model.safetensors")
@@ -383,6 +391,34 @@ BROKEN = {
     "no processor": (
         lambda t: (t / "processor_config.json").unlink(),
         "lacks processor_config.json",
+    ),
+    "tokenizer cut off": (cut("tokenizer.json"), "tokenizer.json' is not valid JSON"),
+    "tokenizer config cut off": (
+        cut("tokenizer_config.json"),
+        "tokenizer_config.json' is not valid JSON",
+    ),
+    "processor cut off": (cut("processor_config.json"), "processor_config.json' is not valid JSON"),
+    "processor is a list": (
+        lambda t: (t / "processor_config.json").write_text("[]"),
+        "holds a list, not a JSON object",
+    ),
+    "size as text": (
+        set_field("vision_config", "image_size", "118"),
+        "config.json' holds a value of the wrong kind: unsupported operand",
+    ),
+    "resolutions": (
+        set_field("", "candidate_resolutions", [384]),
+        "config.json' holds a value of the wrong kind: cannot unpack",
+    ),
+    "frequency": (set_field("language_config", "moe_layer_freq", 0), "moe_layer_freq=0"),
+    "activation": (set_field("language_config", "hidden_act", "none"), "hidden_act='none'"),
+    "rope without factor": (
+        set_field("language_config", "rope_scaling", {"type": "yarn"}),
+        "rope_scaling.factor=None is not supported, only a number above 0",
+    ),
+    "rope without type": (
+        set_field("language_config", "rope_scaling", {"factor": 2.0}),
+        "rope_scaling.type=None is not supported, only a type beside its factor",
     ),
     "other tile": (
         lambda t: edit(t / "processor_config.json", lambda c: c.update(patch_size=16)),

@@ -157,6 +157,45 @@ def test_language_settings(name: str) -> None:
     compare(vlm, reference, vlm.prepare(messages((90, 40), (40, 80))))
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_groups_of_fewer_than_k_experts(scoring: str) -> None:
+    """Two experts are left for three places: the third place, whoever takes it, weighs nothing."""
+    groups = {"n_group": 3, "topk_group": 1, "num_experts_per_tok": 3}
+    vlm, reference = build(tiny_settings(**LIMITED, **groups, scoring_func=scoring))
+    inputs = vlm.prepare(messages((90, 40)))
+    output, routing = run(vlm, inputs)
+    embeds = reference.embed(
+        inputs["input_ids"][0],
+        inputs["images_seq_mask"][0],
+        inputs["images"][0],
+        inputs["images_spatial_crop"][0].tolist(),
+    )
+    assert (output.logits[0] - reference.logits(embeds)).abs().max() <= LOGITS_ATOL
+    for layer, (experts, weights) in reference.routing.items():
+        dense = torch.zeros(len(experts), 6).scatter(1, experts, weights.float())
+        index, ours = routing[layer]
+        assert (ours == 0).sum(dim=1).eq(1).all()
+        made = torch.zeros(len(experts), 6).scatter(1, index, ours)
+        assert (made - dense).abs().max() <= EXACT_WEIGHTS_ATOL
+    layer = vlm.adapter.moe_layers(vlm.model)[0]
+    hidden = torch.randn(5, 32)
+    choice = vlm.adapter.read_scores(layer, layer.router(hidden), hidden)
+    assert choice.allowed is not None and choice.allowed.gather(1, choice.index).all()
+    assert torch.equal(choice.scores.gather(1, choice.index), choice.weights)
+
+
+@pytest.mark.parametrize("sizes", [(32, 20), (30, 16), (31, 9)])
+def test_sizes_that_the_grouped_product_cannot_take(sizes: tuple[int, int]) -> None:
+    """torch's grouped product wants rows of whole 16 bytes; others run expert by expert."""
+    settings = tiny_settings(**MLA, hidden_size=sizes[0], moe_intermediate_size=sizes[1])
+    settings["projector_config"]["n_embed"] = sizes[0]
+    vlm, reference = build(settings)
+    assert vlm.model.config.language_config._experts_implementation == "eager"
+    compare(vlm, reference, vlm.prepare(messages((90, 40))))
+    low = vlm.model.bfloat16()
+    assert low(**vlm.prepare(messages((90, 40)))).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("name", LAYOUT)
 def test_image_settings(name: str) -> None:
     settings = tiny_settings()

@@ -121,6 +121,13 @@ def test_what_cannot_be_asked(vlm):
         vlm.prepare(turns)
     with pytest.raises(ValueError, match="takes 'image' and 'text' parts, got 'video'"):
         vlm.prepare([{"role": "user", "content": [{"type": "video", "video": 1}]}])
+    for part in ({"type": "image"}, {"type": "image", "image": None}):
+        with pytest.raises(ValueError, match="an image part needs its picture under 'image'"):
+            vlm.prepare([{"role": "user", "content": [part]}])
+    with pytest.raises(ValueError, match="one user message, got 1 with roles None"):
+        vlm.prepare([{"content": "a"}])
+    with pytest.raises(ValueError, match="one user message, got 0$"):
+        vlm.prepare([])
 
 
 def test_a_batch_answers_like_its_prompts(vlm):

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from vlm_adapters.base import UnsupportedModelError
 from vlm_adapters.molmoe.checkpoint import register
-from vlm_adapters.molmoe.configuration import MolmoeConfig, why_not_molmoe
+from vlm_adapters.molmoe.configuration import MolmoeConfig
+from vlm_adapters.molmoe.family import why_not_molmoe
 from vlm_adapters.molmoe.modeling import MolmoeForConditionalGeneration
 from vlm_adapters.registry import adapter_class_for
 
@@ -183,13 +184,55 @@ def test_omitted_keys_take_the_original_defaults():
         ({"norm_after": True}, "norm_after=True"),
         ({"image_pooling_2d": "stack"}, "image_pooling_2d='stack'"),
         ({"layer_norm_type": "default"}, "layer_norm_type='default'"),
+        ({"moe_top_k": 9}, "moe_top_k=9 is not supported, only 1 to 8 experts"),
+        ({"moe_top_k": 0}, "moe_top_k=0 is not supported, only 1 to 8 experts"),
+        ({"n_heads": 3}, "n_heads=3 is not supported, only a divisor of d_model=64"),
+        ({"n_kv_heads": 3}, "n_kv_heads=3 is not supported, only a divisor of n_heads=4"),
         ({"head_dim": 5}, "head_dim=5 is not supported, only d_model/n_heads=16"),
-        ({"vit_layers": [-11]}, "names layer -11 of a tower with 10 layers"),
+        (
+            {"vit_layers": [-11]},
+            r"vit_layers=\[-11\] is not supported, only layers of a tower that has 10",
+        ),
     ],
 )
 def test_other_mathematics_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         MolmoeForConditionalGeneration(MolmoeConfig.from_dict(raw_config() | changes))
+
+
+def test_rope_scaling_is_refused():
+    scaled = raw_config() | {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    with pytest.raises(UnsupportedModelError, match="no rope scaling: 'linear'"):
+        MolmoeConfig.from_dict(scaled)
+
+
+def test_the_number_of_experts_has_a_default():
+    """8 experts, 2 of which act; ``block_type`` alone says that it is a MolmoE."""
+    short = raw_config()
+    del short["moe_num_experts"], short["moe_top_k"]
+    assert why_not_molmoe(short) is None
+    config = MolmoeConfig.from_dict(short)
+    assert (config.moe_num_experts, config.moe_top_k) == (8, 2)
+    assert "moe_num_experts 0" in why_not_molmoe(raw_config() | {"moe_num_experts": 0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "experts"),
+    [
+        ({"d_model": 24, "mlp_hidden_size": 40}, "eager"),  # 20 wide
+        ({"d_model": 20, "n_heads": 2, "mlp_hidden_size": 32}, "eager"),
+        ({"d_model": 24, "mlp_hidden_size": 48}, "grouped_mm"),
+    ],
+)
+@torch.no_grad()
+def test_sizes_that_the_grouped_product_cannot_take(changes, experts):
+    """torch's grouped product wants rows of whole 16 bytes; others run expert by expert."""
+    config = MolmoeConfig.from_dict(raw_config() | SMALL | changes)
+    model = MolmoeForConditionalGeneration(config).eval()
+    assert config._experts_implementation == experts
+    ids = prompt(raw_config() | SMALL)[0]
+    assert model(ids[None]).logits.isfinite().all()
+    assert model.bfloat16()(ids[None]).logits.isfinite().all()
 
 
 def test_a_dense_molmo_is_refused():

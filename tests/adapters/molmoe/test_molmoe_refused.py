@@ -85,14 +85,55 @@ def test_a_missing_file(folder, name, pattern):
     refused(folder, pattern)
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "preprocessor_config.json"]
+)
+def test_a_truncated_side_file(folder, name):
+    text = (folder / name).read_text(encoding="utf-8")
+    (folder / name).write_text(text[: len(text) // 2], encoding="utf-8")
+    refused(folder, f"{name} is not valid JSON")
+    (folder / name).write_text("[]")
+    refused(folder, f"{name} holds a list, not a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"d_model": None}, "config.json holds a value of the wrong kind: unsupported operand"),
+        ({"vit_layers": -2}, "config.json holds a value of the wrong kind: 'int' object"),
+    ],
+)
+def test_a_config_value_of_the_wrong_kind(folder, changes, pattern):
+    change_config(folder, **changes)
+    refused(folder, pattern)
+
+
 def test_an_index_that_names_other_files(folder):
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-2.safetensors"}}))
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "model-2.safetensors"}})
+    )
     refused(folder, "lacks weights: model-2.safetensors")
-    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../other.safetensors"}}))
+    index.write_text(
+        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "../other.safetensors"}})
+    )
     refused(folder, "names files outside of its folder: ../other.safetensors")
     index.write_text("{}")
     refused(folder, "is not a safetensors index")
+    # A single file that lies beside a good index is the one that would be loaded.
+    single = folder / "model.safetensors"
+    whole = single.read_bytes()
+    (folder / "model-1.safetensors").write_bytes(whole)
+    named = {
+        "metadata": {},
+        "weight_map": {name: "model-1.safetensors" for name in weights(folder)},
+    }
+    index.write_text(json.dumps(named))
+    load_model(str(folder))
+    single.write_bytes(whole[:-1000])
+    refused(folder, "model.safetensors .* is truncated or damaged")
+    single.unlink()
+    load_model(str(folder))
 
 
 def test_checks_hold_without_the_adapter(folder):
