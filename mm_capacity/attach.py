@@ -11,7 +11,7 @@ the context is left, also through an exception:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from vlm_adapters.base import Adapter, MoELayer, RouterChoice, UnsupportedModelE
 from vlm_adapters.registry import adapter_for
 
 from .experts import skipping_dropped
+from .placement import Placement, contiguous, placements_of
+from .replicas import ReplicatedTrace
 from .routing import Routing
 from .trace import Trace
 
@@ -51,6 +53,7 @@ def limit_capacity(
     *,
     adapter: Adapter | None = None,
     ep_size: int = 1,
+    placement: Sequence[Placement] | None = None,
     token_rank: str = "sequence",
     trace_window: str = "policy",
     check: bool = False,
@@ -63,8 +66,11 @@ def limit_capacity(
             ``input_ids`` (``vlm.model``).
         policy: from :func:`mm_capacity.policies.make_policy`.
         adapter: the model's adapter; found from its configuration if None.
-        ep_size: R, number of expert-parallel ranks to reckon with. Experts are placed
-            contiguously: expert e on rank e * R // E.
+        ep_size: R, number of expert-parallel ranks to reckon with.
+        placement: where the experts of each MoE layer live, one item per layer. None: as the
+            policy says (:mod:`mm_capacity.policies.placed`), else contiguously, expert e on rank
+            e * R // E. With copies of experts, rank loads in the trace are an even share
+            (:mod:`mm_capacity.replicas`), and policies that need one rank per expert are refused.
         token_rank: which rank holds a token: ``"sequence"`` (batch row i on rank i mod R) or
             ``"slice"`` (contiguous slices of the flattened batch).
         trace_window: what the trace counts as one step: ``"policy"`` (the policy's window),
@@ -80,17 +86,31 @@ def limit_capacity(
     Raises:
         UnsupportedModelError: no MoE layer, a layer that cannot be covered, or ``ep_size``
             does not divide the experts.
+        ValueError: an option is unknown, the placement fits neither model nor policy, or the
+            model runs under a policy already.
         RuntimeError: a forward pass went around the hooks.
     """
     _check_choice("token_rank", token_rank, TOKEN_RANKS)
     _check_choice("trace_window", trace_window, TRACE_WINDOWS)
     adapter = adapter or adapter_for(model)
     layers = adapter.moe_layers(model)
+    _check_free(model, layers)
     skip_dropped = skip_dropped and policy.name != "none"
     with ExitStack() as stack:
         layers = stack.enter_context(adapter.seam(model, layers, skip_dropped=skip_dropped))
+        _check_layers(layers, ep_size)
+        placements = placements_of(
+            policy, [layer.num_experts for layer in layers], ep_size, placement
+        )
         run = _Run(
-            adapter.entry(model), policy, adapter, layers, ep_size, token_rank, trace_window, check
+            adapter.entry(model),
+            policy,
+            adapter,
+            layers,
+            placements,
+            token_rank,
+            trace_window,
+            check,
         )
         if skip_dropped:
             own = stack.enter_context(skipping_dropped([layer.experts for layer in layers]))
@@ -109,6 +129,32 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
+def _check_free(model: nn.Module, layers: Sequence[MoELayer]) -> None:
+    for layer in layers:
+        # The hooks of a context are told by where they come from.
+        for hook in layer.router._forward_hooks.values():
+            if getattr(hook, "__module__", "") == __name__:
+                raise ValueError(
+                    f"{type(model).__name__} runs under a capacity policy already: leave that "
+                    "context first, two policies cannot share a model"
+                )
+
+
+def _check_layers(layers: Sequence[MoELayer], ep_size: int) -> None:
+    if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
+        raise ValueError(f"ep_size must be a positive integer, got {ep_size!r}")
+    for layer in layers:
+        if layer.num_experts % ep_size:
+            raise UnsupportedModelError(
+                f"ep_size {ep_size} does not divide the {layer.num_experts} experts of "
+                f"layer {layer.name!r}"
+            )
+        if any(p.is_meta for p in layer.experts.parameters()):
+            raise UnsupportedModelError(
+                f"experts of layer {layer.name!r} are on the meta device: load the weights first"
+            )
+
+
 class _Run:
     """The hooks of one context."""
 
@@ -118,39 +164,29 @@ class _Run:
         policy: Any,
         adapter: Adapter,
         layers: list[MoELayer],
-        ep_size: int,
+        placements: list[Placement],
         token_rank: str,
         trace_window: str,
         check: bool,
     ) -> None:
-        if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
-            raise ValueError(f"ep_size must be a positive integer, got {ep_size!r}")
-        for layer in layers:
-            if layer.num_experts % ep_size:
-                raise UnsupportedModelError(
-                    f"ep_size {ep_size} does not divide the {layer.num_experts} experts of "
-                    f"layer {layer.name!r}"
-                )
-            if any(p.is_meta for p in layer.experts.parameters()):
-                raise UnsupportedModelError(
-                    f"experts of layer {layer.name!r} are on the meta device: load the weights "
-                    "first"
-                )
         self.model, self.policy, self.adapter, self.layers = model, policy, adapter, layers
-        self.ranks, self.token_rank, self.check = ep_size, token_rank, check
+        self.ranks, self.token_rank, self.check = placements[0].ranks, token_rank, check
         self.signature = inspect.signature(type(model).forward)
         self.current: _Pass | None = None
+        # With copies nobody reads these (see placements_of); contiguous ranks stand in.
         self.rank_of_expert = [
-            torch.arange(layer.num_experts) * ep_size // layer.num_experts for layer in layers
+            (contiguous(p.experts, p.ranks) if p.replicas else p).rank_of_expert for p in placements
         ]
-        self.trace = Trace(
-            names=[layer.name for layer in layers],
-            top_k=[layer.top_k for layer in layers],
-            rank_of_expert=self.rank_of_expert,
-            ranks=ep_size,
-            window=trace_window,
-            check=check,
-        )
+        options: dict[str, Any] = {
+            "names": [layer.name for layer in layers],
+            "top_k": [layer.top_k for layer in layers],
+            "window": trace_window,
+            "check": check,
+        }
+        if any(p.replicas for p in placements):
+            self.trace: Trace = ReplicatedTrace(placements, **options)
+        else:
+            self.trace = Trace(rank_of_expert=self.rank_of_expert, ranks=self.ranks, **options)
 
     def install(self) -> Iterator[Any]:
         yield self.model.register_forward_pre_hook(self._begin, with_kwargs=True)

@@ -3,10 +3,12 @@
 One file serves all of them; each policy takes the entries that it knows:
 
 - ``alpha`` (MoDES): for each MoE layer, the mean KL divergence between the model's output and its
-  output with that layer's experts skipped. Source: arXiv 2511.15690. Not public: which positions
-  count; here those of text tokens, since nobody reads what is predicted at an image token.
+  output with that layer's experts skipped. Source: arXiv 2511.15690 (MoDES). Its code compares the
+  positions of the answer; here all text tokens count, since a question comes without its answer.
+- ``thresholds`` (MoDES): pairs of thresholds for wanted shares of skipped assignments, see
+  :mod:`mm_capacity.thresholds`.
 - ``modality`` (MACS): for each expert +1 visual, -1 text, 0 shared; ``neighbours``: the experts
-  that are most similar to it. Source: arXiv 2605.05225, which gives no rule for either. Ours: two
+  that are most similar to it. Source: arXiv 2605.05225 (MACS); the bounds are ours, and: two
   experts are alike when the router scores the calibration tokens alike (cosine).
 - ``beta`` (NAEE): median of second over first router weight. Source: arXiv 2402.14800.
 - ``load``, ``load_text``, ``load_image``: assignments of each expert, for placements.
@@ -184,7 +186,7 @@ def calibrate(
                 del reference
                 for number in range(len(layers) if count else 0):
                     changed = _logits(vlm, inputs, SkipLayer(layer=number))[text]
-                    totals[number] += _kl(kept, changed) * count
+                    totals[number] += kl_by_parts(kept, changed) * count
             progress(questions)
     if not questions:
         raise ValueError("conversations must hold at least one question, got none")
@@ -201,8 +203,8 @@ def _logits(vlm: Any, inputs: Mapping[str, Any], policy: Policy) -> Tensor:
         return vlm.model(**inputs).logits
 
 
-def _kl(reference: Tensor, changed: Tensor) -> float:
-    """:func:`mean_kl` of ``[N, V]``, a few positions at a time."""
+def kl_by_parts(reference: Tensor, changed: Tensor) -> float:
+    """:func:`mean_kl` of ``[N, V]`` logits, a few positions at a time."""
     parts = zip(reference.split(KL_POSITIONS), changed.split(KL_POSITIONS), strict=True)
     # Rounding may push the divergence of equal outputs just below 0.
     return max(0.0, sum(mean_kl(p, q) * len(p) for p, q in parts) / len(reference))

@@ -75,7 +75,7 @@ def capacity_of(
     Raises:
         ValueError: an argument is out of range.
 
-    Source: arXiv 2503.05066, section 3.2 (C = gamma * N_mean, N_mean = K T / E) and Algorithm 1
+    Source: arXiv 2503.05066, section 4 (C = gamma * N_mean, N_mean = K T / E) and Algorithm 1
     (floor); the ceiling and the minimum of 1 follow that paper's published code.
     """
     if rounding not in ROUNDINGS:

@@ -5,13 +5,17 @@ compared with. Source: longest-processing-time-first list scheduling (Graham 196
 loaded experts more copies, and placing copies by load, is what EPLB (deepseek-ai/EPLB) does. Ours:
 its grouping of ranks into nodes is left out.
 
-These run once per calibration, on the host; they loop over experts.
+Two ways to count a load under a placement: :func:`rank_loads` shares it out evenly in fractions,
+for loads of a calibration; :func:`counted_rank_loads` in whole assignments, for what a pass did.
+
+Placing runs once per model, on the host; it loops over experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,16 +43,20 @@ class Placement:
         return torch.bincount(self.expert_of_slot, minlength=self.experts)
 
     @property
+    def replicas(self) -> int:
+        """r, slots on top of one per expert."""
+        return len(self.expert_of_slot) - self.experts
+
+    @property
     def rank_of_expert(self) -> Tensor:
         """``[E]`` int64, as :class:`mm_capacity.routing.Routing` wants it.
 
         Raises:
             ValueError: an expert has more than one copy, so that it is on no single rank.
         """
-        if len(self.expert_of_slot) != self.experts:
+        if self.replicas:
             raise ValueError(
-                "rank_of_expert needs a placement without replicas, got "
-                f"{len(self.expert_of_slot) - self.experts} replicas"
+                f"rank_of_expert needs a placement without replicas, got {self.replicas} replicas"
             )
         return torch.empty_like(self.rank_of_slot).scatter_(
             0, self.expert_of_slot, self.rank_of_slot
@@ -129,6 +137,42 @@ def with_replicas(load: Tensor | Sequence[float], ranks: int, replicas: int) -> 
     )
 
 
+def placements_of(
+    policy: Any, experts: Sequence[int], ranks: int, given: Sequence[Placement] | None = None
+) -> list[Placement]:
+    """Where the experts of a model live: as given, else as the policy says, else contiguously.
+
+    Args:
+        policy: one with a method ``placements`` (:mod:`mm_capacity.policies.placed`) says so.
+        experts: E of each MoE layer.
+        ranks: R.
+        given: one placement for each MoE layer.
+
+    Raises:
+        ValueError: there are two of them, they do not fit the model, or experts have copies and
+            the policy needs each expert on one rank.
+    """
+    own = getattr(policy, "placements", None)
+    if given is None and own is None:
+        return [contiguous(count, ranks) for count in experts]
+    if given is not None and own is not None:
+        raise ValueError(f"placement is given twice: policy {policy.name!r} has its own")
+    placements = own(experts, ranks) if own is not None else list(given or [])
+    wanted = [(count, ranks) for count in experts]
+    if [(p.experts, p.ranks) for p in placements] != wanted:
+        raise ValueError(
+            "placement must have (experts, ranks) of every MoE layer, "
+            f"{wanted}, got {[(p.experts, p.ranks) for p in placements]}"
+        )
+    replicas = max(p.replicas for p in placements)
+    if replicas and getattr(policy, "needs_expert_ranks", True):
+        raise ValueError(
+            f"policy {policy.name!r} with these options needs every expert on one rank, but the "
+            f"placement has {replicas} replicas: take a placement without them"
+        )
+    return placements
+
+
 def rank_loads(load: Tensor, placement: Placement) -> Tensor:
     """Load of each rank when copies share an expert's load evenly.
 
@@ -147,6 +191,33 @@ def rank_loads(load: Tensor, placement: Placement) -> Tensor:
     share = load.to(torch.float64) / placement.copies
     out = share.new_zeros(*load.shape[:-1], placement.ranks)
     return out.index_add_(-1, placement.rank_of_slot, share[..., placement.expert_of_slot])
+
+
+def counted_rank_loads(load: Tensor, placement: Placement) -> Tensor:
+    """Assignments of each rank when the copies of an expert share its assignments evenly.
+
+    Whole assignments: of n over c copies each gets n // c, and the first n mod c copies, in order
+    of slots (so those on the lower ranks), one more. A measure of what even sharing comes to: no
+    assignment is told which copy it goes to.
+
+    Args:
+        load: ``[..., E]`` int64, assignments of each expert in one step.
+        placement: of these E experts.
+
+    Returns:
+        ``[..., R]`` int64.
+
+    Raises:
+        ValueError: the placement is of another number of experts.
+    """
+    if load.shape[-1] != placement.experts:
+        raise ValueError(f"load must have E={placement.experts} columns, got {load.shape[-1]}")
+    expert, copies = placement.expert_of_slot, placement.copies[placement.expert_of_slot]
+    earlier = (expert.unsqueeze(1) == expert.unsqueeze(0)).tril(-1).sum(dim=1)
+    of_slot = load[..., expert]
+    share = of_slot // copies + (earlier < of_slot % copies)
+    out = share.new_zeros(*load.shape[:-1], placement.ranks)
+    return out.index_add_(-1, placement.rank_of_slot, share)
 
 
 def straggler_factor(loads: Tensor) -> Tensor:

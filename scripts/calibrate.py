@@ -2,6 +2,10 @@
 
     python scripts/calibrate.py --out calibration.json [--model M] [--data D] [--limit N]
     python -m mm_capacity.run --policy macs modes naee --policy-arg calibration=calibration.json
+    python -m mm_capacity.run --placement lpt --placement-file calibration.json --ep-size 4
+
+With --skip-frac 0.25 0.5, MoDES' thresholds for these shares of skipped assignments are searched
+for, and --policy modes --policy-arg calibration=calibration.json skip_frac=0.5 uses them.
 
 Without --data the questions are about training scenes of the embedded kind, which no embedded
 data set holds. What the entries mean is said in mm_capacity/calibration.py.
@@ -9,6 +13,7 @@ data set holds. What the entries mean is said in mm_capacity/calibration.py.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +28,7 @@ from mm_capacity.evaluation.values import whole_number
 
 PROG = "scripts/calibrate.py"
 DEFAULT_QUESTIONS = 64
+DEFAULT_GRID_POINTS = 16
 
 
 def build_parser() -> Parser:
@@ -37,6 +43,13 @@ def build_parser() -> Parser:
     ))  # fmt: skip
     parser.add_argument("--no-alpha", action="store_true", help=(
         "leave out the importance of layers, which takes one more pass per layer"
+    ))  # fmt: skip
+    parser.add_argument("--skip-frac", nargs="+", default=[], metavar="X", help=(
+        "search MoDES' thresholds for these shares of skipped assignments (0.5)"
+    ))  # fmt: skip
+    parser.add_argument("--grid-points", default=DEFAULT_GRID_POINTS, metavar="D", help=(
+        "thresholds of each modality that the search chooses from; takes up to (D + 1) passes per "
+        f"question and share; default {DEFAULT_GRID_POINTS}"
     ))  # fmt: skip
     parser.add_argument("--device", default="auto", metavar="DEV", help="auto | cpu | cuda")
     parser.add_argument("--dtype", default="auto", metavar="T", help=" | ".join(DTYPES))
@@ -69,6 +82,10 @@ def run(args: Any, argv: Sequence[str]) -> int:
         raise UserError(f"--out {args.out!r}: the folder {str(out.parent)!r} does not exist")
     count = whole_number("--limit", args.limit, least=1)
     seed = whole_number("--seed", args.seed, least=0)
+    points = whole_number("--grid-points", args.grid_points, least=2)
+    wanted = [share_of("--skip-frac", value) for value in args.skip_frac]
+    if wanted and args.no_alpha:
+        raise UserError("--skip-frac cannot be used with --no-alpha: thresholds weigh alpha")
     if args.data in EMBEDDED_DATA:
         raise UserError(
             f"--data {args.data} is a test set: leave --data out to calibrate on training scenes"
@@ -81,12 +98,15 @@ def run(args: Any, argv: Sequence[str]) -> int:
     from mm_capacity.calibration import calibrate, training_conversations, write_table
     from mm_capacity.evaluation.environment import git_commit, versions
     from mm_capacity.evaluation.models import ModelHandle, one_line
+    from mm_capacity.thresholds import find_thresholds
 
     handle = ModelHandle(ModelChoice(args.model, args.model), settings)
     if args.data is None:
         asked: Iterator[Any] = training_conversations(count, seed)
     else:
         asked = data_conversations(handle, args.data, count, args.lmu_data)
+    if wanted:
+        asked = iter(kept := list(asked))  # they are asked again
     try:
         table = calibrate(
             handle.vlm,
@@ -94,6 +114,15 @@ def run(args: Any, argv: Sequence[str]) -> int:
             with_alpha=not args.no_alpha,
             progress=lambda done: print(f"question {done} of {count}", flush=True),
         )
+        if wanted:
+            table["thresholds"] = find_thresholds(
+                handle.vlm,
+                kept,
+                table["alpha"],
+                wanted,
+                points=points,
+                progress=lambda done: print(f"thresholds: {done} of {len(kept)}", flush=True),
+            )
     except ValueError as error:
         raise UserError(f"cannot calibrate {args.model!r}: {one_line(error)}") from error
     source = {
@@ -108,6 +137,21 @@ def run(args: Any, argv: Sequence[str]) -> int:
     write_table({"source": source, **table}, out)
     print(f"{out}: {', '.join(table)}")
     return 0
+
+
+def share_of(name: str, value: str) -> float:
+    """A share as a number.
+
+    Raises:
+        UserError: not a number in [0, 1].
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise UserError(f"{name} {value!r}: must be a number between 0 and 1 (0.5)")
+    return number
 
 
 def data_conversations(handle: Any, name: str, count: int, lmu_data: str | None) -> Iterator[Any]:

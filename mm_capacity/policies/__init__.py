@@ -23,6 +23,9 @@ POLICIES: dict[str, str] = {
     "rank-tail": "mm_capacity.policies.rank_tail:RankTail",
 }
 
+PLACEMENT_FIELDS = ("placement", "placement_file", "replicas")
+"""Arguments that every policy takes beside its own, see mm_capacity/policies/placed.py."""
+
 
 def policy_class(name: str) -> type[Policy]:
     """The class of a registered policy.
@@ -56,12 +59,20 @@ def make_policy(name: str, **arguments: Any) -> Policy:
 
     Args:
         name: a key of :data:`POLICIES`.
-        **arguments: its parameters, see ``docs/policies.md``.
+        **arguments: its parameters, see ``docs/policies.md``; with ``placement`` (and
+            ``placement_file``, ``replicas``) it also says where experts live.
 
     Raises:
         ValueError: unknown policy, unknown or missing argument, or a value out of range.
     """
     known = policy_fields(name)
+    cls = policy_class(name)
+    if any(field in arguments for field in PLACEMENT_FIELDS):
+        from mm_capacity.policies.placed import placed
+
+        cls = placed(cls)
+        needed = dict.fromkeys(("placement", "placement_file"), dataclasses.MISSING)
+        known = {**known, **needed, "replicas": 0}
     for argument in arguments:
         if argument not in known:
             raise ValueError(
@@ -70,4 +81,4 @@ def make_policy(name: str, **arguments: Any) -> Policy:
     for argument, default in known.items():
         if default is dataclasses.MISSING and argument not in arguments:
             raise ValueError(f"policy {name!r} needs the argument {argument!r}")
-    return policy_class(name)(**arguments)
+    return cls(**arguments)

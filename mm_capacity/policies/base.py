@@ -31,6 +31,8 @@ class Policy(ABC):
     Attributes:
         name: registry name.
         needs_hidden: whether ``routing.hidden`` must be filled in.
+        needs_expert_ranks: whether it reads ``routing.rank_of_expert``; such a policy cannot run
+            where experts have copies on several ranks. True unless a policy says otherwise.
         knob: the field that sets how hard the policy acts, or None; comparisons at equal load
             search over it.
         knob_range: smallest and greatest useful value of the knob.
@@ -40,6 +42,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     needs_hidden: ClassVar[bool] = False
+    needs_expert_ranks: ClassVar[bool] = True
     knob: ClassVar[str | None] = None
     knob_range: ClassVar[tuple[float, float]] = (0.0, 0.0)
     knob_raises_load: ClassVar[bool] = True

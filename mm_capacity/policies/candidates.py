@@ -139,6 +139,42 @@ def next_best_experts(routing: Routing, count: int) -> Tensor:
     return chosen.masked_fill(left_out, routing.experts)
 
 
+def best_of_ranks(routing: Routing, count: int) -> Tensor:
+    """On every rank, the experts with the greatest scores that the token may use and did not pick.
+
+    Equal scores: the lower id comes first.
+
+    Args:
+        routing: the router's choice.
+        count: experts to name per token and rank, at most E / R.
+
+    Returns:
+        ``[T, R, count]`` int64, best first, NO_EXPERT where a rank has fewer.
+    """
+    tokens, experts = routing.scores.shape
+    out = torch.zeros_like(routing.scores, dtype=torch.bool).scatter_(1, routing.expert, True)
+    if routing.allowed is not None:
+        out |= ~routing.allowed
+    members = routing.rank_of_expert.argsort(stable=True)  # by rank, then by id
+    shape = tokens, routing.ranks, experts // routing.ranks
+    out = out.index_select(1, members).view(shape)
+    scores = routing.scores.index_select(1, members)
+    keys = float_keys(scores)
+    if len(keys) == 1:
+        key = torch.add(members, keys[0].values, alpha=-(1 << 30)).view(shape)
+        best = key.masked_fill_(out, torch.iinfo(torch.int64).max).topk(count, 2, largest=False)
+        place, left_out = best.indices, best.values == torch.iinfo(torch.int64).max
+    else:
+        # float64: no room for the id beside the key, so stable sorts keep the lower id first.
+        score = scores.view(shape).masked_fill(out, -torch.inf) + 0.0
+        place = score.argsort(dim=2, descending=True, stable=True)
+        place = place.gather(2, out.gather(2, place).byte().argsort(dim=2, stable=True))
+        place = place[:, :, :count]
+        left_out = out.gather(2, place)
+    ids = members.view(1, *shape[1:]).expand(shape).gather(2, place)
+    return ids.masked_fill(left_out, experts)
+
+
 def strongest_per_token(candidates: Candidates, keep: Tensor, experts: int, most: int) -> Tensor:
     """Keeps at most ``most`` survivors of each token.
 

@@ -1,9 +1,10 @@
 """Expanded Drop: tokens may also use experts they did not pick, so that spare capacity is used.
 
-Source: arXiv 2503.05066, section 3.2 and Algorithm 2 (a token's candidates are the router's top-K
-plus the experts on its own rank); ``expand-global`` (candidates are the router's top-(K * rounds))
-is what that paper's MolmoE code does. Not public: how the paper weighs an added expert; here it
-gets its score times the router's scale for this token.
+Source: arXiv 2503.05066, section 4 and Algorithm 2 in appendix E (a token's candidates are the
+router's top-K plus the experts on its own rank); ``at_most_top_k``: the ablation in appendix D,
+which finds no need for it; ``expand-global`` (candidates are the router's top-(K * rounds)) is what
+that paper's MolmoE code does. Algorithm 2 weighs an added expert by its softmax score. Ours: that
+score times the scale the router applied to this token, which is the same where there is none.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class ExpandedDrop(TokenDrop):
         flag("originals_first", self.originals_first)
         flag("at_most_top_k", self.at_most_top_k)
         integer("rounds", self.rounds, 1)
+
+    @property
+    def needs_expert_ranks(self) -> bool:  # type: ignore[override]
+        """With scope ``device``, or to know the experts on a token's rank."""
+        return self.scope == "device" or self.overflow == "expand"
 
     def candidates(self, routing: Routing) -> Candidates:
         if self.overflow == "expand":

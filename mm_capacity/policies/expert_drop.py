@@ -1,8 +1,8 @@
 """Expert Drop: skip the experts that receive the fewest assignments.
 
-Source: arXiv 2503.05066, the experiments on dropping low-load experts (1 expert of 8, or the least
-loaded tenth). Not public: code; whether the loads are those of the batch at hand or of a
-calibration set. Here they are those of the window at hand.
+Source: arXiv 2503.05066, section 5.2, Expert Drop: each forward pass skips 1 expert of 8, or the
+tenth with the lowest load. Not public: code. Ours: the loads are those of the window at hand,
+which is the forward pass with window ``batch``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class ExpertDrop(Policy):
     """
 
     name: ClassVar[str] = "expert-drop"
+    needs_expert_ranks: ClassVar[bool] = False
 
     fraction: float = 0.125
     count: int | None = None

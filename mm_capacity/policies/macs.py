@@ -1,8 +1,9 @@
 """MACS: image tokens weigh less, capacity follows the modality mix, overflow moves to a neighbour.
 
-Source: arXiv 2605.05225 (MACS). Not public: code, delta, rho, the calibration set, how experts are
-called visual or textual, how similar experts are found, and who overflows. All of these are
-parameters or choices of ours:
+Source: arXiv 2605.05225 (MACS): entropy-weighted load, modality-adaptive capacity, local rerouting.
+Public: the formulas, and that experts are called visual or textual by how often a calibration set
+activates them. Not public: code, delta, rho, the calibration set, the bound of that call, how
+similar experts are found, and who overflows. All of these are parameters or choices of ours:
 
 - an expert keeps the longest run of its assignments, best score first, whose load fits C_j;
 - overflow asks, in up to ``hops`` rounds, the next most similar expert of the same rank; an asked
@@ -34,7 +35,7 @@ from mm_capacity.policies.base import (
     one_of,
     read_calibration,
 )
-from mm_capacity.policies.candidates import added_weights
+from mm_capacity.policies.candidates import added_weights, best_of_ranks
 from mm_capacity.policies.macs_load import capacity_units, token_load
 from mm_capacity.routing import Decision, Routing
 from mm_capacity.sort_keys import SortKey, float_keys
@@ -93,6 +94,11 @@ class MACS(Policy):
         object.__setattr__(self, "_table", table)
         # Tensors of the calibration by layer and device, so that they are checked and sent once.
         object.__setattr__(self, "_tensors", {})
+
+    @property
+    def needs_expert_ranks(self) -> bool:  # type: ignore[override]
+        """To find the experts of the same rank that overflow may move to."""
+        return self.hops > 0
 
     def decide(self, routing: Routing) -> Decision:
         routing.check()
@@ -169,17 +175,9 @@ class MACS(Policy):
             return lambda hop: (
                 table[:, hop][routing.expert] if hop < min(table.shape[1], per_rank - 1) else nobody
             )
-        # Each token's experts by rank, then usable ones, greater score, lower id.
-        out = torch.zeros_like(routing.scores, dtype=torch.bool).scatter_(1, routing.expert, True)
-        if routing.allowed is not None:
-            out = out | ~routing.allowed
-        score = routing.scores.masked_fill(out, -torch.inf) + 0.0
-        by_score = score.argsort(dim=1, descending=True, stable=True)
-        by_score = by_score.gather(1, out.gather(1, by_score).byte().argsort(dim=1, stable=True))
-        ranked = by_score.gather(1, rank[by_score].argsort(dim=1, stable=True))
-        ranked = torch.where(out.gather(1, ranked), experts, ranked)
-        first = rank[routing.expert] * per_rank
-        return lambda hop: ranked.gather(1, first + hop) if hop < per_rank else nobody
+        best = best_of_ranks(routing, min(self.hops, per_rank))
+        own_rank = rank[routing.expert]
+        return lambda hop: best[:, :, hop].gather(1, own_rank) if hop < per_rank else nobody
 
 
 def _keys(routing: Routing, scores: Tensor) -> list[SortKey]:

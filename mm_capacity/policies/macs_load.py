@@ -1,6 +1,7 @@
 """MACS' arithmetic: what a token weighs, what an expert may hold, and the calibration of both.
 
-Source: arXiv 2605.05225, entropy-weighted load and dynamic modality-adaptive capacity.
+Source: arXiv 2605.05225 (MACS), entropy-weighted load and dynamic modality-adaptive capacity. The
+paper adds a small number to the deviation that z divides by; here z is 0 where it is tiny.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def modality_of_experts(visual: Tensor, text: Tensor, margin: float = 0.25) -> T
     Args:
         visual: ``[..., E]`` image assignments of each expert, per layer.
         text: ``[..., E]`` text assignments of each expert.
-        margin: at least 0. Ours; the paper gives no rule.
+        margin: at least 0. Ours; the paper says by how often they are activated, not from when on.
 
     Returns:
         ``[..., E]`` int64.

@@ -2,15 +2,16 @@
 
 Source: arXiv 2511.15690 (MoDES): globally modulated local gating (importance alpha_l * pi_i) and
 dual-modality thresholds (one for text, one for vision). alpha_l is the mean KL divergence between
-the model's output and its output with layer l's experts skipped; :func:`mean_kl` is that mean and
-:mod:`mm_capacity.policies.modes_search` finds thresholds. Not public: the calibration samples, and
-how padding is treated. Ours: padding counts as vision; without a calibration every alpha is 1.
+the model's output and its output with layer l's experts skipped; :func:`mean_kl` is that mean,
+:mod:`mm_capacity.thresholds` finds thresholds for a wanted share of skipped assignments. Public:
+code for two families (ModelTC/MoDES), which calibrates on 1,024 questions of GQA. Ours: padding
+counts as vision; without a calibration every alpha is 1; the default thresholds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from mm_capacity.policies.base import (
 from mm_capacity.routing import Decision, Routing
 from vlm_adapters.modality import Modality
 
+TAU_TEXT, TAU_IMAGE = 0.02, 0.1
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoDES(Policy):
@@ -36,20 +39,25 @@ class MoDES(Policy):
     Attributes:
         tau_text: threshold of text tokens.
         tau_image: threshold of image and video tokens.
+        skip_frac: take both thresholds from the calibration's entry for this share of skipped
+            assignments; they are then what ``tau_text`` and ``tau_image`` hold.
         tau_scale: factor on both thresholds, to trace one curve through them.
         calibration: path of a JSON file, or its content: ``{"alpha": [one number per MoE layer]}``;
-            None: every alpha is 1.
+            None: every alpha is 1. For ``skip_frac`` also ``{"thresholds": [{"skip_frac": wanted
+            share, "tau_text": ..., "tau_image": ...}]}``.
         renormalize: scale a token's surviving weights to their sum before.
     """
 
     name: ClassVar[str] = "modes"
+    needs_expert_ranks: ClassVar[bool] = False
     knob: ClassVar[str | None] = "tau_scale"
     knob_range: ClassVar[tuple[float, float]] = (0.0, 50.0)
     knob_raises_load: ClassVar[bool] = False
 
-    tau_text: float = 0.02
-    tau_image: float = 0.1
+    tau_text: float = TAU_TEXT
+    tau_image: float = TAU_IMAGE
     tau_scale: float = 1.0
+    skip_frac: float | None = None
     calibration: str | dict | None = None
     renormalize: bool = False
 
@@ -62,6 +70,26 @@ class MoDES(Policy):
         if self.calibration is not None:
             table = read_layer_numbers("calibration", self.calibration, "alpha")
         object.__setattr__(self, "_table", table)
+        if self.skip_frac is not None:
+            self._take_thresholds(table)
+
+    def _take_thresholds(self, table: dict[str, Any]) -> None:
+        assert self.skip_frac is not None
+        number("skip_frac", self.skip_frac, 0, 1)
+        entries = table.get("thresholds", [])
+        known = [entry["skip_frac"] for entry in entries]
+        if self.skip_frac not in known:
+            raise ValueError(
+                f"skip_frac must be one that calibration has thresholds for "
+                f"({', '.join(map(str, known)) or 'none'}), got {self.skip_frac!r}: "
+                "scripts/calibrate.py --skip-frac writes them"
+            )
+        entry = entries[known.index(self.skip_frac)]
+        for name, default in (("tau_text", TAU_TEXT), ("tau_image", TAU_IMAGE)):
+            number(f"calibration thresholds {name}", entry.get(name), 0)
+            if getattr(self, name) not in (default, entry[name]):
+                raise ValueError(f"{name} must be left out with skip_frac, got {self.skip_frac!r}")
+            object.__setattr__(self, name, entry[name])
 
     def decide(self, routing: Routing) -> Decision:
         routing.check()

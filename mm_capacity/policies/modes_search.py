@@ -1,9 +1,10 @@
 """MoDES' thresholds: a search along the frontier of pairs that skip just enough.
 
-Source: arXiv 2511.15690, frontier search. The share of skipped assignments grows with either
-threshold. So as the text threshold rises over its grid, the least vision threshold that still meets
-the wanted share only falls: one staircase walk visits at most two grids of D values, where trying
-all pairs visits D^2, and each visit costs N samples: O(N D). Not public: the grids.
+Source: arXiv 2511.15690 (MoDES), frontier search. The share of skipped assignments grows with
+either threshold. So as the text threshold rises over its grid, the least vision threshold that
+still meets the wanted share only falls: one staircase walk visits at most two grids of D values,
+where trying all pairs visits D^2, and each visit costs N samples: O(N D). Public: the paper's code
+takes grids of 100 thresholds. Ours: the grids of :func:`quantile_grid`, which need no range.
 """
 
 from __future__ import annotations
@@ -106,6 +107,29 @@ def search_thresholds(
         )
     scored = [Thresholds(*pair, loss(pair[0], pair[1])) for pair in pairs]
     return min(scored, key=lambda pair: pair.loss)
+
+
+def quantile_grid(importance: Tensor, points: int) -> list[float]:
+    """Thresholds that skip nothing, everything, and even shares in between.
+
+    Args:
+        importance: ``[n]`` importances of one modality's assignments.
+        points: D, at least 2.
+
+    Returns:
+        At most D ascending thresholds; fewer when importances are equal.
+
+    Raises:
+        ValueError: fewer than 2 points.
+    """
+    if points < 2:
+        raise ValueError(f"points must be at least 2, got {points!r}")
+    if not importance.numel():
+        return [0.0]
+    ordered = importance.to(torch.float64).flatten().sort().values
+    places = torch.arange(1, points - 1, dtype=torch.int64) * len(ordered) // (points - 1)
+    above = torch.nextafter(ordered[-1], torch.tensor(torch.inf, dtype=torch.float64))
+    return sorted({0.0, *ordered[places].tolist(), float(above)})
 
 
 def skip_fraction_of(text: Tensor, image: Tensor) -> Callable[[float, float], float]:

@@ -36,6 +36,7 @@ class NAEE(Policy):
     """
 
     name: ClassVar[str] = "naee"
+    needs_expert_ranks: ClassVar[bool] = False
     knob: ClassVar[str | None] = "beta"
     knob_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     knob_raises_load: ClassVar[bool] = False

@@ -14,6 +14,7 @@ class NoCapacity(Policy):
     """Returns the router's tensors themselves, so that the model stays bit-identical."""
 
     name: ClassVar[str] = "none"
+    needs_expert_ranks: ClassVar[bool] = False
 
     def decide(self, routing: Routing) -> Decision:
         routing.check()

@@ -76,6 +76,12 @@ class RandomDrop(Policy):
         other = self.__dict__["_other"]
         return other is not None and other.needs_hidden
 
+    @property
+    def needs_expert_ranks(self) -> bool:  # type: ignore[override]
+        """As the other policy needs."""
+        other = self.__dict__["_other"]
+        return other is not None and other.needs_expert_ranks
+
     def decide(self, routing: Routing) -> Decision:
         routing.check()
         other = self.__dict__["_other"]

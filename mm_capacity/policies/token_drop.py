@@ -1,9 +1,9 @@
 """Token Drop: each expert keeps its C greatest assignments, the rest is dropped.
 
-Source: arXiv 2503.05066 (Capacity-Aware Inference), section 3.2 and Algorithm 1; image-first:
-section 3.3. Public: the method, and code for OLMoE, Mixtral and MolmoE. Differences from that code,
-each with an option that restores it: padding is not counted (``count_padding``), and modality is a
-key of its own where the code subtracts 1 from a score.
+Source: arXiv 2503.05066 (Capacity-Aware Inference), section 4 and Algorithm 1 (appendix E);
+image-first: its experiments on multimodal models. Public: the method, and code for OLMoE, Mixtral
+and MolmoE. Differences from that code, each with an option that restores it: padding is not counted
+(``count_padding``), and modality is a key of its own where the code subtracts 1 from a score.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class TokenDrop(Policy):
         flag("count_padding", self.count_padding)
         flag("renormalize", self.renormalize)
         integer("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def needs_expert_ranks(self) -> bool:  # type: ignore[override]
+        """With scope ``device``."""
+        return self.scope == "device"
 
     def candidates(self, routing: Routing) -> Candidates:
         """The assignments that compete; here the router's own."""

@@ -29,6 +29,7 @@ class VisualTopK(Policy):
     """
 
     name: ClassVar[str] = "visual-top-k"
+    needs_expert_ranks: ClassVar[bool] = False
     knob: ClassVar[str | None] = "keep"
     knob_range: ClassVar[tuple[float, float]] = (0, 64)
 

@@ -204,6 +204,7 @@ PARAMETERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "tau_text": st.floats(0, 0.6),
         "tau_image": st.floats(0, 0.6),
         "tau_scale": st.floats(0, 2),
+        "skip_frac": st.none(),
         "calibration": st.none()
         | st.fixed_dictionaries({"alpha": st.lists(st.floats(0, 3), min_size=4, max_size=4)}),
         "renormalize": st.booleans(),
@@ -258,6 +259,14 @@ def policy_and_routing(draw: st.DrawFn, name: str) -> tuple[dict[str, Any], Rout
                 [_ring(rng, own, experts) for own in range(experts)] for _ in range(layers)
             ]
         arguments["calibration"] = calibration or None
+    if name == "modes" and draw(st.booleans()):
+        # The thresholds come from the calibration instead; the oracle sees what they became.
+        taus = {key: arguments.pop(key) for key in ("tau_text", "tau_image")}
+        alpha = (arguments["calibration"] or {"alpha": [1.0] * routing.layers})["alpha"]
+        arguments["skip_frac"] = draw(st.floats(0, 1))
+        other = {"skip_frac": 2.0, "tau_text": 9.0, "tau_image": 9.0}
+        entries = [other, {"skip_frac": arguments["skip_frac"], **taus}]
+        arguments["calibration"] = {"alpha": alpha, "thresholds": entries}
     if name == "expert-drop":
         if routing.experts < 3:
             arguments["fraction"] = 0.0

@@ -10,6 +10,7 @@ import torch
 
 from mm_capacity.placement import (
     contiguous,
+    counted_rank_loads,
     longest_processing_time,
     rank_loads,
     straggler_factor,
@@ -82,3 +83,38 @@ def test_bad_input():
         longest_processing_time([1.0, float("nan")], 2)
     with pytest.raises(ValueError, match="columns, got 3"):
         rank_loads(torch.ones(3), contiguous(4, 2))
+
+
+def test_counted_loads_by_hand():
+    # Copies of expert 0 on ranks 0, 1, 2 and of expert 1 on one rank; 7 over 3 copies: 3 2 2.
+    placement = with_replicas([12.0, 2.0, 2.0, 2.0], 3, 2)
+    rest = [placement.rank_of_slot[placement.expert_of_slot == e].item() for e in (1, 2, 3)]
+    loads = counted_rank_loads(torch.tensor([7, 1, 1, 1]), placement).tolist()
+    want = [3, 2, 2]
+    for rank in rest:
+        want[rank] += 1
+    assert loads == want
+    assert counted_rank_loads(torch.tensor([0, 0, 0, 0]), placement).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="columns, got 3"):
+        counted_rank_loads(torch.ones(3, dtype=torch.int64), placement)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counted_loads_are_the_even_share_but_for_the_remainder(seed: int):
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(1, 5))
+    experts = ranks * int(rng.integers(1, 4))
+    calibrated = torch.tensor(rng.exponential(size=experts))
+    placement = with_replicas(calibrated, ranks, ranks * int(rng.integers(0, 3)))
+    counts = torch.tensor(rng.integers(0, 50, size=(3, experts)))
+    counted = counted_rank_loads(counts, placement)
+    assert counted.dtype == torch.int64
+    assert (counted.sum(dim=-1) == counts.sum(dim=-1)).all()  # nothing is lost or made up
+    even = rank_loads(counts, placement)
+    slots = len(placement.expert_of_slot) // ranks
+    assert ((counted - even).abs() < slots).all()
+    if placement.replicas == 0:
+        assert torch.equal(counted, even.long())
+        by_hand = torch.zeros(3, ranks, dtype=torch.int64)
+        by_hand.index_add_(1, placement.rank_of_expert, counts)
+        assert torch.equal(counted, by_hand)
