@@ -8,6 +8,7 @@ kept assignments only, so a smaller gamma costs less time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SKIP_DROPPED = "capacity_skip_dropped"
+# By id, while a context is open: how often a module or a configuration is in one, and the
+# implementation that the configuration named before.
+_MODULES: Counter[int] = Counter()
+_CONFIGS: Counter[int] = Counter()
+_BEFORE: dict[int, Any] = {}
 
 
 def skip_dropped_experts(
@@ -123,20 +129,44 @@ def skipping_dropped(experts_modules: Sequence[nn.Module]) -> Iterator[list[str]
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     own = [m for m in experts_modules if not dispatches(m)]
-    configs: dict[int, Any] = {id(m.config): m.config for m in experts_modules if dispatches(m)}
-    before = {key: config._experts_implementation_internal for key, config in configs.items()}
-    was_registered = SKIP_DROPPED in ALL_EXPERTS_FUNCTIONS
-    if configs and not was_registered:
-        ExpertsInterface.register(SKIP_DROPPED, skip_dropped_experts)
-    try:
-        for config in configs.values():
+    ours = [m for m in experts_modules if dispatches(m)]
+    if ours and SKIP_DROPPED not in ALL_EXPERTS_FUNCTIONS:
+        ExpertsInterface.register(SKIP_DROPPED, _dispatch)
+    for module in ours:
+        _MODULES[id(module)] += 1
+        config = module.config
+        if not _CONFIGS[id(config)]:
+            _BEFORE[id(config)] = config._experts_implementation_internal
             config._experts_implementation_internal = SKIP_DROPPED
+        _CONFIGS[id(config)] += 1
+    try:
         yield sorted({type(m).__name__ for m in own})
     finally:
-        for key, config in configs.items():
-            config._experts_implementation_internal = before[key]
-        if configs and not was_registered:
+        for module in ours:
+            _MODULES[id(module)] -= 1
+            _CONFIGS[id(module.config)] -= 1
+            if not _CONFIGS[id(module.config)]:
+                module.config._experts_implementation_internal = _BEFORE.pop(id(module.config))
+        # Contexts may overlap, and need not be left in the reverse order.
+        for count in (_MODULES, _CONFIGS):
+            for key in [key for key, number in count.items() if not number]:
+                del count[key]
+        if ours and not _CONFIGS:
             ExpertsInterface._global_mapping.pop(SKIP_DROPPED, None)
+
+
+def _dispatch(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Our function for the modules in a context, what was set before for any other.
+
+    Models that were made from one configuration object share its experts implementation.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if _MODULES[id(module)]:
+        return skip_dropped_experts(module, *args, **kwargs)
+    own = type(module).forward.__wrapped__
+    before = _BEFORE[id(module.config)]
+    return ALL_EXPERTS_FUNCTIONS.get_interface(before, own)(module, *args, **kwargs)
 
 
 def dispatches(experts: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from mm_capacity.errors import UserError
+from mm_capacity.evaluation import devices
 
 DESCRIPTION = (
     "Shows layers, experts, router, tokens and load of a vision-language MoE, and whether a "
@@ -58,7 +59,10 @@ def check(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit must be at least 1, got {args.limit}")
     if not 0 < args.gamma < float("inf"):
-        raise UserError(f"--gamma must be positive, got {args.gamma:g}")
+        raise UserError(f"--gamma must be a finite number above 0, got {args.gamma:g}")
+    devices.check_name(args.device)
+    if args.tiny is not None and args.device not in ("cpu", "auto"):
+        raise UserError(f"--device {args.device} goes with --model: a tiny model is on the CPU")
     if args.dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise UserError(f"unknown dtype {args.dtype!r}: use auto, float32, bfloat16 or float16")
     if args.tiny is not None:
@@ -132,7 +136,7 @@ def _load(args: argparse.Namespace) -> Any:
         vlm = load_model(
             source,
             dtype=args.dtype,
-            device=args.device,
+            device=devices.find(args.device),
             trust_remote_code=args.trust_remote_code,
         )
         if args.tiny is not None and args.dtype != "auto":

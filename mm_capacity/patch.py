@@ -92,7 +92,7 @@ def apply_capacity_aware_moe_patch(model: nn.Module, config: Mapping[str, Any] |
     with ExitStack() as stack:
         trace = stack.enter_context(limit_capacity(model, policy, adapter=adapter, ep_size=ranks))
         # Nobody reads this trace, and a patched model may run for days.
-        handle = adapter.entry(model).register_forward_hook(lambda *_: trace._records.clear())
+        handle = adapter.entry(model).register_forward_hook(lambda *_: trace.clear())
         stack.callback(handle.remove)
         for layer in layers:
             setattr(layer.block, _MARK, True)

@@ -14,6 +14,7 @@ from mm_capacity.errors import UserError
 from mm_capacity.evaluation.arguments import build_parser, parse
 from mm_capacity.evaluation.options import make_plan
 from mm_capacity.evaluation.plan import Plan, describe
+from mm_capacity.evaluation.progress import forgiving_streams
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,9 +92,15 @@ def run_and_report(plan: Plan, after: Callable[[Plan, pd.DataFrame], None] | Non
         return outcome.exit_code
     if any(run.is_scored for run in outcome.runs):
         only = {run.folder.path for run in outcome.runs}
-        shown = write_report(plan.settings.work_dir, only=only)
-        if after is not None:
-            after(plan, shown)
+        try:
+            shown = write_report(plan.settings.work_dir, only=only)
+            if after is not None:
+                after(plan, shown)
+        except OSError as error:
+            outcome.failures.append(
+                f"the report cannot be written ({error}): once that is mended, "
+                f"python -m mm_capacity.report {plan.settings.work_dir} redoes it"
+            )
     if plan.settings.mode == "infer":
         print("answers are kept; --mode eval scores them")
     for failure in outcome.failures:
@@ -102,7 +109,5 @@ def run_and_report(plan: Plan, after: Callable[[Plan, pd.DataFrame], None] | Non
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without Unicode shows "?" for it
-            stream.reconfigure(errors="replace")
+    forgiving_streams()
     sys.exit(main())

@@ -121,6 +121,10 @@ class Trace:
             return torch.zeros_like(routing.sequence), 1
         return decision.window, decision.windows
 
+    def clear(self) -> None:
+        """Forgets all counts; steps go on being numbered from where they were, notes stay."""
+        self._records.clear()
+
     # -- reading ---------------------------------------------------------------------
 
     @property
@@ -215,51 +219,59 @@ class Trace:
         return frame
 
     def summary(self) -> dict[str, Any]:
-        """One number per question that is asked of a run.
+        """One number per question that is asked of a run: :func:`summarize` of the layers."""
+        return summarize(self.layers(), len(self.names))
 
-        Returns:
-            steps, layers, tokens (summed over steps), straggler_before / straggler_after and
-            rank_straggler_before / _after (mean over steps and layers),
-            straggler_before_max_layer (the layer mean that is greatest), drop_frac_image,
-            drop_frac_text and drop_frac (share of the router's assignments that were dropped;
-            None without such assignments), added (assignments that the policy added),
-            zero_expert_tokens ((token, layer) pairs without a routed expert),
-            zero_expert_frac, max_expert_load and max_rank_load (greatest kept load, in
-            assignments), kept (assignments).
-        """
-        frame = self.layers()
-        if frame.empty:
-            return {"steps": 0, "layers": len(self.names)}
-        dropped = frame["assigned"] - (frame["kept"] - frame["added"])
-        dropped_image = frame["assigned_image"] - (frame["kept_image"] - frame["added_image"])
-        image, everything = frame["assigned_image"].sum(), frame["assigned"].sum()
 
-        def share(part: Any, whole: Any) -> float | None:
-            return float(part / whole) if whole else None
+def summarize(frame: pd.DataFrame, layers: int) -> dict[str, Any]:
+    """One number per question that is asked of a run.
 
-        by_layer = frame.groupby("layer")["straggler_before"].mean()
-        return {
-            "steps": int(frame["step"].nunique()),
-            "layers": len(self.names),
-            "tokens": int(frame.groupby("step")["tokens"].first().sum()),
-            "straggler_before": float(frame["straggler_before"].mean()),
-            "straggler_after": float(frame["straggler_after"].mean()),
-            "straggler_before_max_layer": float(by_layer.max()),
-            "rank_straggler_before": float(frame["rank_straggler_before"].mean()),
-            "rank_straggler_after": float(frame["rank_straggler_after"].mean()),
-            "drop_frac": share(dropped.sum(), everything),
-            "drop_frac_image": share(dropped_image.sum(), image),
-            "drop_frac_text": share(
-                (dropped - dropped_image).sum(),
-                everything - image,
-            ),
-            "added": int(frame["added"].sum()),
-            "kept": int(frame["kept"].sum()),
-            "zero_expert_tokens": int(frame["zero_expert_tokens"].sum()),
-            "zero_expert_frac": share(frame["zero_expert_tokens"].sum(), frame["tokens"].sum()),
-            "max_expert_load": int(frame["max_load_after"].max()),
-            "max_rank_load": int(frame["max_rank_load_after"].max()),
-        }
+    Args:
+        frame: from :meth:`Trace.layers`; also of several contexts, one below the other.
+        layers: number of MoE layers.
+
+    Returns:
+        steps, layers, tokens (summed over steps), straggler_before / straggler_after and
+        rank_straggler_before / _after (mean over steps and layers),
+        straggler_before_max_layer (the layer mean that is greatest), drop_frac_image,
+        drop_frac_text and drop_frac (share of the router's assignments that were dropped;
+        None without such assignments), added (assignments that the policy added),
+        zero_expert_tokens ((token, layer) pairs without a routed expert),
+        zero_expert_frac, max_expert_load and max_rank_load (greatest kept load, in
+        assignments), kept (assignments).
+    """
+    if frame.empty:
+        return {"steps": 0, "layers": layers}
+    dropped = frame["assigned"] - (frame["kept"] - frame["added"])
+    dropped_image = frame["assigned_image"] - (frame["kept_image"] - frame["added_image"])
+    image, everything = frame["assigned_image"].sum(), frame["assigned"].sum()
+
+    def share(part: Any, whole: Any) -> float | None:
+        return float(part / whole) if whole else None
+
+    by_layer = frame.groupby("layer")["straggler_before"].mean()
+    return {
+        "steps": int(frame["step"].nunique()),
+        "layers": layers,
+        "tokens": int(frame.groupby("step")["tokens"].first().sum()),
+        "straggler_before": float(frame["straggler_before"].mean()),
+        "straggler_after": float(frame["straggler_after"].mean()),
+        "straggler_before_max_layer": float(by_layer.max()),
+        "rank_straggler_before": float(frame["rank_straggler_before"].mean()),
+        "rank_straggler_after": float(frame["rank_straggler_after"].mean()),
+        "drop_frac": share(dropped.sum(), everything),
+        "drop_frac_image": share(dropped_image.sum(), image),
+        "drop_frac_text": share(
+            (dropped - dropped_image).sum(),
+            everything - image,
+        ),
+        "added": int(frame["added"].sum()),
+        "kept": int(frame["kept"].sum()),
+        "zero_expert_tokens": int(frame["zero_expert_tokens"].sum()),
+        "zero_expert_frac": share(frame["zero_expert_tokens"].sum(), frame["tokens"].sum()),
+        "max_expert_load": int(frame["max_load_after"].max()),
+        "max_rank_load": int(frame["max_rank_load_after"].max()),
+    }
 
 
 def _count(cell: Tensor, expert: Tensor, valid: Tensor, size: int, experts: int) -> Tensor:

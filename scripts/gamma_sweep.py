@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mm_capacity.evaluation.plan import Plan
+from mm_capacity.evaluation.progress import forgiving_streams
 from mm_capacity.run import command
 
 GRID = {
@@ -40,4 +41,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    forgiving_streams()
     sys.exit(main())

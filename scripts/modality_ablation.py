@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_capacity.evaluation.plan import MODALITIES, Plan
+from mm_capacity.evaluation.progress import forgiving_streams
 from mm_capacity.run import command
 
 GRID = {"modality": list(MODALITIES), "gamma": ["0.5", "1.0", "1.5"]}
@@ -46,4 +47,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    forgiving_streams()
     sys.exit(main())

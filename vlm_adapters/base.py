@@ -160,6 +160,13 @@ class Adapter(ABC):
                 tokens cannot be tagged at all (``inputs_embeds`` alone).
         """
 
+    def after_loading(self, model: nn.Module) -> None:
+        """Mends what the installed transformers lacks for this family, if anything.
+
+        :meth:`load` does it by itself; a model that something else loaded needs the call.
+        """
+        return None
+
     def entry(self, model: nn.Module) -> nn.Module:
         """The module whose forward gets the token ids: the model itself, or a part of it."""
         return model

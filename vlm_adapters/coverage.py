@@ -27,6 +27,11 @@ NOTES = {
     "llama4": "stands in for the block's forward; 5.24.0 needs a hook to run at all",
     "qwen3_omni_moe": "the thinker; the talker is left alone",
 }
+WRAPPERS_APART = {
+    "florence2": "needs an encoder-decoder",
+    "fuyu": "has no vision settings of its own",
+    "paligemma": "takes Gemma only",
+}
 PORTS = {
     "molmoe": "MolmoE-1B (softmax)",
     "deepseek_vl2": "DeepSeek-VL2 (softmax, or sigmoid + bias with groups)",

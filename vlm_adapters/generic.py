@@ -7,8 +7,8 @@ sigmoid, bias for the choice, groups, normalisation, scaling. The router module 
 the seam: they see every token and are never capped.
 
 Token layout: from ``mm_token_type_ids`` where the processor gives them, otherwise from the
-image and video token ids of the configuration. Start, end and separator tokens are text, audio
-tokens too. Of a model without image settings every token is text.
+image and video token ids of the configuration (:mod:`vlm_adapters.tagging`). Start, end and
+separator tokens are text, audio tokens too. Of a model without image settings every token is text.
 
 Not supported: models whose top-k sits inside the block (no router module), experts of a vision
 or audio tower (left alone: their tokens are patches), quantised experts, prompts passed as
@@ -37,14 +37,23 @@ from .native_parts import (
 )
 from .registry import config_value
 from .routers import allowed_experts, formula_of_class, scores_of, selection_scores
+from .tagging import (
+    IMAGE_ID_KEYS,
+    IMAGE_PIXEL_KEYS,
+    VIDEO_ID_KEYS,
+    VIDEO_PIXEL_KEYS,
+    TokenIds,
+    first_id,
+    frames_by_pixels,
+    mark_padding,
+    pixels_given,
+    tags_of,
+)
 
 # Parts of a model whose tokens are not those of the prompt.
 OTHER_TOWERS = frozenset(
     ("visual", "vision_tower", "vision_model", "vision_encoder", "audio_tower", "talker", "mtp")
 )
-IMAGE_ID_KEYS = ("image_token_id", "image_token_index")
-VIDEO_ID_KEYS = ("video_token_id", "video_token_index")
-PIXEL_KEYS = ("pixel_values", "pixel_values_images", "pixel_values_videos", "images")
 VISION_KEYS = ("vision_config", "vision_tower", "vision_backbone", "mm_vision_tower")
 
 
@@ -84,7 +93,7 @@ class NativeAdapter(Adapter):
             for child_name, child in block.named_children():
                 arguments = experts_arguments(child)
                 if arguments is None:
-                    if child_name == "experts" and find_router(block, child) is not None:
+                    if child_name == "experts":
                         raise self._unreachable(name, child)
                     continue
                 found = find_router(block, child)
@@ -118,11 +127,17 @@ class NativeAdapter(Adapter):
 
     @staticmethod
     def _unreachable(name: str, experts: nn.Module) -> UnsupportedModelError:
-        called = ", ".join(list(inspect.signature(type(experts).forward).parameters)[1:])
+        called = list(inspect.signature(type(experts).forward).parameters)[1:]
+        if tuple(called[1:3]) in EXPERTS_ARGUMENTS:
+            what = "do not say how many they are ('num_experts')"
+        else:
+            what = (
+                f"are called with ({', '.join(called)}), not with "
+                f"{' and '.join(EXPERTS_ARGUMENTS[0])}"
+            )
         return UnsupportedModelError(
-            f"experts of layer {name!r} ({type(experts).__name__}) are called with ({called}), not "
-            f"with {' and '.join(EXPERTS_ARGUMENTS[0])}: quantised or replaced experts are out of "
-            "reach, load the model dequantised"
+            f"experts of layer {name!r} ({type(experts).__name__}) {what}: quantised or replaced "
+            "experts are out of reach, load the model dequantised"
         )
 
     def read_scores(self, layer: MoELayer, router_output: Any, hidden: Tensor) -> RouterChoice:
@@ -143,12 +158,16 @@ class NativeAdapter(Adapter):
         """The configuration that holds the image and video token ids."""
         return self.config
 
-    def _token_id(self, keys: Sequence[str]) -> int | None:
-        for key in keys:
-            value = config_value(self.token_config, key)
-            if isinstance(value, int):
-                return value
-        return None
+    @property
+    def token_ids(self) -> TokenIds:
+        """Ids of the tokens that an image or a video is written with."""
+        config = self.token_config
+        return TokenIds(
+            image=first_id(config, IMAGE_ID_KEYS),
+            video=first_id(config, VIDEO_ID_KEYS),
+            video_start=first_id(config, ("video_start_token_id",)),
+            video_end=first_id(config, ("video_end_token_id",)),
+        )
 
     def tag_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
         ids = inputs.get("input_ids")
@@ -158,40 +177,18 @@ class NativeAdapter(Adapter):
                 "only; pass 'input_ids' (the embeddings are made from them)"
             )
         types = inputs.get("mm_token_type_ids")
-        tags = torch.zeros_like(ids, dtype=torch.uint8)
-        if types is not None and types.shape == ids.shape:
-            # 3 is audio in some families: text, as far as a capacity policy is concerned.
-            tags = types.masked_fill(types > int(Modality.VIDEO), 0).to(torch.uint8)
-        else:
-            for keys, modality in (
-                (IMAGE_ID_KEYS, Modality.IMAGE),
-                (VIDEO_ID_KEYS, Modality.VIDEO),
-            ):
-                token = self._token_id(keys)
-                if token is not None:
-                    tags = tags.masked_fill(ids == token, int(modality))
-        tags = self._mark_padding(tags, inputs.get("attention_mask"))
-        given = [key for key in PIXEL_KEYS if inputs.get(key) is not None]
+        if types is not None and types.shape != ids.shape:
+            types = None  # of the whole prompt, while a cache holds a part of it
+        tags = tags_of(ids, types, self.token_ids)
+        tags = mark_padding(frames_by_pixels(tags, inputs), inputs.get("attention_mask"))
+        given = pixels_given(inputs, (*IMAGE_PIXEL_KEYS, *VIDEO_PIXEL_KEYS))
         if given and not bool(((tags == Modality.IMAGE) | (tags == Modality.VIDEO)).any()):
             raise ValueError(
                 f"the inputs hold {given[0]!r} but no token is tagged as image: looked at "
-                f"'mm_token_type_ids' and for the token id {self._token_id(IMAGE_ID_KEYS)} "
+                f"'mm_token_type_ids' and for the token id {self.token_ids.image} "
                 f"({' / '.join(IMAGE_ID_KEYS)} of the configuration)"
             )
         return tags
-
-    @staticmethod
-    def _mark_padding(tags: Tensor, mask: Any) -> Tensor:
-        if mask is None:
-            return tags
-        if not isinstance(mask, Tensor) or mask.dim() != 2:
-            raise ValueError(
-                "cannot tell padding from tokens: 'attention_mask' must be a [B, S] tensor, got "
-                f"{tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}"
-            )
-        # With a cache the mask also covers what came before; the last columns are ours.
-        now = mask[:, -tags.shape[1] :]
-        return tags.masked_fill(now == 0, int(Modality.PAD))
 
     # -- loading and chat ------------------------------------------------------------
 
@@ -220,6 +217,9 @@ class NativeAdapter(Adapter):
         model_class = getattr(transformers, kind)
         processor_class = getattr(transformers, "AutoTokenizer" if text_only else "AutoProcessor")
         processor = processor_class.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if getattr(tokenizer, "pad_token", "") is None:
+            tokenizer.pad_token = tokenizer.eos_token  # masked wherever it pads
         placed = {"device_map": device} if device == "auto" else {}
         model = model_class.from_pretrained(
             path, dtype=dtype, trust_remote_code=trust_remote_code, **placed, **kwargs
@@ -243,7 +243,12 @@ class NativeAdapter(Adapter):
             processor_kwargs={"padding": True, "padding_side": "left"},
         )
         device = next(vlm.model.parameters()).device
-        inputs = {key: value.to(device) for key, value in inputs.items()}
+        # Processors give float32 pixels; not every vision tower casts them itself.
+        dtype = getattr(vlm.model, "dtype", None) or next(vlm.model.parameters()).dtype
+        inputs = {
+            key: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+            for key, value in inputs.items()
+        }
         tags = self.tag_tokens(inputs)
         for row, messages in enumerate(conversations):
             images = sum(

@@ -10,7 +10,7 @@ block does, with dropping only the kept assignments.
 Token layout: image tokens by ``image_token_index``; tile separators, start and end are text.
 Not supported: transformers 5.24.0 cannot run ``Llama4ForConditionalGeneration``: it reads a field
 ``image_outputs`` that its language model does not return. :meth:`Llama4Adapter.load` adds the empty
-field to that output with a hook.
+field to that output with a hook, and so does a policy while it runs.
 
 Source: ``transformers/models/llama4/modeling_llama4.py`` (interface and formula).
 """
@@ -18,13 +18,14 @@ Source: ``transformers/models/llama4/modeling_llama4.py`` (interface and formula
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from .base import LoadedVLM, MoELayer, RouterChoice, UnsupportedModelError
 from .generic import NativeAdapter
@@ -116,19 +117,24 @@ class Llama4Adapter(NativeAdapter):
         stand_ins = [
             replace(layer, experts=ExpertsStandIn(layer.experts, skip_dropped)) for layer in layers
         ]
-        try:
+        with ExitStack() as stack:
+            handle = add_missing_field(model)
+            if handle is not None:
+                stack.callback(handle.remove)
             for layer in stand_ins:
+                # Placing a model on several devices may have given a block a forward of its own.
+                stack.callback(_put_back, layer.block, vars(layer.block).get("forward"))
                 layer.block.forward = MethodType(_forward_of(layer.experts), layer.block)
             yield stand_ins
-        finally:
-            for layer in stand_ins:
-                layer.block.__dict__.pop("forward", None)
 
     @classmethod
     def load(cls, path: str, **kwargs: Any) -> LoadedVLM:
         vlm = super().load(path, **kwargs)
-        add_missing_field(vlm.model)
+        vlm.adapter.after_loading(vlm.model)
         return vlm
+
+    def after_loading(self, model: nn.Module) -> None:
+        add_missing_field(model)
 
 
 def _forward_of(experts: nn.Module) -> Any:
@@ -146,14 +152,24 @@ def _forward_of(experts: nn.Module) -> Any:
     return forward
 
 
-def add_missing_field(model: nn.Module) -> None:
-    """Adds ``image_outputs`` to what the language model of the VLM returns, if it is missing."""
+def _put_back(block: nn.Module, forward: Any) -> None:
+    vars(block).pop("forward", None)
+    if forward is not None:
+        vars(block)["forward"] = forward
+
+
+def add_missing_field(model: nn.Module) -> RemovableHandle | None:
+    """Adds ``image_outputs`` to what the language model of the VLM returns, if it is missing.
+
+    Returns:
+        What takes the hook off again; None if there was nothing to add.
+    """
     language_model = getattr(model, "language_model", None)
-    if language_model is None:
-        return
+    if language_model is None or _fill_in in language_model._forward_hooks.values():
+        return None
+    return language_model.register_forward_hook(_fill_in)
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if not hasattr(output, "image_outputs"):
-            output.image_outputs = None
 
-    language_model.register_forward_hook(hook)
+def _fill_in(module: nn.Module, args: Any, output: Any) -> None:
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None

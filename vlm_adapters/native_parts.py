@@ -53,13 +53,15 @@ def expert_count(config: Any) -> int:
 def check_not_quantised(name: str, experts: nn.Module) -> None:
     """Refuses experts whose matrices are not plain floating point numbers.
 
+    Quantised matrices are parameters in some backends and buffers in others.
+
     Raises:
         UnsupportedModelError: they are not.
     """
-    for parameter in experts.parameters():
-        if not parameter.is_floating_point() or parameter.element_size() < 2:
+    for tensor in (*experts.parameters(), *experts.buffers()):
+        if tensor.dim() > 1 and (not tensor.is_floating_point() or tensor.element_size() < 2):
             raise UnsupportedModelError(
                 f"experts of layer {name!r} ({type(experts).__name__}) are quantised "
-                f"({str(parameter.dtype).removeprefix('torch.')}), which the seam does not reach: "
+                f"({str(tensor.dtype).removeprefix('torch.')}), which the seam does not reach: "
                 "load the model dequantised, in bfloat16 or float32"
             )

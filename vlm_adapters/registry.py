@@ -27,6 +27,9 @@ ADAPTERS: dict[str, str] = {
     "native": "vlm_adapters.generic:NativeAdapter",
 }
 
+# Where a configuration keeps that of its language model.
+LANGUAGE_MODEL_KEYS = ("text_config", "language_config", "llm_config")
+
 
 def adapter_class(name: str) -> type[Adapter]:
     """Imports the adapter of a registry name.
@@ -50,12 +53,21 @@ def adapter_class_for(config: Any) -> type[Adapter]:
         UnsupportedModelError: no adapter takes it, with what was looked for.
     """
     from .base import UnsupportedModelError
+    from .native_parts import EXPERT_COUNT_KEYS, expert_count
 
     for name in ADAPTERS:
         cls = adapter_class(name)
         if cls.matches(config):
             return cls
     model_type = config_value(config, "model_type")
+    inner = [config_value(config, key) for key in LANGUAGE_MODEL_KEYS]
+    dense = next((each for each in inner if each is not None), None)
+    if dense is not None and expert_count(dense) <= 1:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported: it is dense, its language model "
+            f"({config_value(dense, 'model_type') or 'of no named type'}) has no experts to cap "
+            f"(looked for {', '.join(EXPERT_COUNT_KEYS)})"
+        )
     raise UnsupportedModelError(
         f"model type {model_type!r} is not supported: looked for an adapter among "
         f"{', '.join(ADAPTERS)}, and for image and text settings ('vision_config') with a number "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,6 +23,7 @@ from mm_capacity.evaluation.suggest import unknown
 MODES = ("infer", "eval", "all")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LISTS = ("policies", "models", "data", "plots")
+PLACEMENTS = ("contiguous", "lpt", "replicated")
 PROGRESS = ("auto", "bar", "lines", "off")
 
 
@@ -45,7 +48,9 @@ def build_parser(prog: str, description: str) -> Parser:
         f"VLMEvalKit image data sets; default: {' '.join(EMBEDDED_DATA)} (embedded)"
     ))  # fmt: skip
     what.add_argument("--lmu-data", metavar="DIR", help="TSV folder; default: LMUData")
-    what.add_argument("--limit", metavar="N", help="first N questions (pairs stay together)")
+    what.add_argument("--limit", metavar="N", help=(
+        "N questions, spread over the categories (pairs and circular copies stay together)"
+    ))  # fmt: skip
     what.add_argument("--config", metavar="FILE", help="VLMEvalKit's JSON: model, data, capacity")
 
     grid = parser.add_argument_group("capacity policies (every combination is one run)")
@@ -60,6 +65,15 @@ def build_parser(prog: str, description: str) -> Parser:
         "further options of the policies, values in JSON: originals_first=true"
     ))  # fmt: skip
     grid.add_argument("--ep-size", metavar="R", help="expert-parallel ranks of the bookkeeping")
+    grid.add_argument("--placement", metavar="X", help=(
+        f"where experts live: {' | '.join(PLACEMENTS)}; default: contiguous"
+    ))  # fmt: skip
+    grid.add_argument("--placement-file", metavar="FILE", help=(
+        "calibration file whose expert loads lpt and replicated place by"
+    ))  # fmt: skip
+    grid.add_argument("--replicas", metavar="r", help=(
+        "copies of experts that replicated adds in each layer; default: R, one more a rank"
+    ))  # fmt: skip
     grid.add_argument("--no-baseline", action="store_true", default=None, help=(
         "leave out the run without capacity that differences refer to"
     ))  # fmt: skip
@@ -103,7 +117,11 @@ def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespa
     Raises:
         UserError: anything that argparse would refuse.
     """
-    args, rest = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        args, rest = parser.parse_known_args(words)
+    except UserError as error:
+        raise _with_cause(str(error), words) from None
     if rest:
         options = [o for action in parser._actions for o in action.option_strings]
         flag = next((word.split("=")[0] for word in rest if word.startswith("-")), None)
@@ -111,3 +129,14 @@ def parse(parser: Parser, argv: Sequence[str] | None = None) -> argparse.Namespa
             raise UserError(f"unexpected argument {rest[0]!r}: options start with --")
         raise unknown("option", flag, options)
     return args
+
+
+def _with_cause(message: str, words: Sequence[str]) -> UserError:
+    """argparse takes a word like -inf for an option, and says only that a value is missing."""
+    missing = re.match(r"argument (?:\S+/)?(--[\w-]+): expected ", message)
+    if missing is None or missing[1] not in words:
+        return UserError(message)
+    after = words[words.index(missing[1]) + 1 :][:1]
+    if not after or not re.match(r"-[^-]", after[0]):
+        return UserError(message)
+    return UserError(f"{missing[1]} {after[0]!r} cannot be used: it reads as an option, no value")

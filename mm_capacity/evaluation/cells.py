@@ -10,14 +10,17 @@ from __future__ import annotations
 import ast
 import os
 import re
+import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from mm_capacity.errors import UserError
 from mm_capacity.evaluation.images import REFERENCE_CHARACTERS, BadImageError, check_inside
+
+AnswerRule = Literal["letter", "yes-no", "Yes-No"]
 
 # Only such texts may reach VLMEvalKit's eval of the index column.
 HARMLESS_INDEX = re.compile(r"[\w.\-/:#@ ]{1,200}")
@@ -106,6 +109,60 @@ def checked_images(
             f"{name}: {absent} questions without an image are left out, as VLMEvalKit does"
         )
     return list(cells.values())
+
+
+def check_answers(
+    frame: pd.DataFrame, name: str, rule: AnswerRule | None, bad: dict[str, str]
+) -> None:
+    """Finds questions that cannot be scored: VLMEvalKit would count them as wrong, or as right.
+
+    (An answer that it cannot read becomes the letter Z, so a table's answer "Z" would be hit by
+    every such answer.)
+
+    Args:
+        frame: with a checked index.
+        name: data set name.
+        rule: what an answer must be; None checks nothing.
+        bad: gets index -> reason for every question without text or usable answer.
+
+    Raises:
+        UserError: no question can be scored.
+    """
+    if rule is None:
+        return
+    letters = [c for c in frame.columns if len(str(c)) == 1 and str(c) in string.ascii_uppercase]
+    found: dict[str, str] = {}
+    for position, index in enumerate(frame["index"]):
+        row = frame.iloc[position]
+        if not _filled(row["question"]):
+            found[index] = "its question is empty"
+        elif why := _answer_problem(row, rule, letters):
+            found[index] = why
+    if len(found) == len(frame):
+        index, why = next(iter(found.items()))
+        raise UserError(f"{name}: no question can be scored (question {index}: {why})")
+    for index, why in found.items():
+        bad.setdefault(index, why)
+
+
+def _answer_problem(row: pd.Series, rule: AnswerRule, letters: Sequence[str]) -> str | None:
+    answer = row["answer"]
+    if not _filled(answer):
+        return "its answer is empty"
+    if rule == "letter":
+        options = [letter for letter in letters if _filled(row[letter])]
+        # Several letters are for the data set's own matching.
+        if len(answer) > 1 or answer in options:
+            return None
+        named = ", ".join(options) or "it has none"
+        return f"its answer {answer!r} is not the letter of one of its options ({named})"
+    if (answer if rule == "Yes-No" else answer.strip().capitalize()) in ("Yes", "No"):
+        return None
+    return f"its answer {answer[:60]!r} is neither Yes nor No"
+
+
+def _filled(cell: Any) -> bool:
+    return isinstance(cell, str) and bool(cell.strip())
 
 
 def checked_paths(

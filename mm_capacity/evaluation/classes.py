@@ -10,6 +10,7 @@ import pandas as pd
 
 from mm_capacity.data.embedded import EMBEDDED
 from mm_capacity.errors import UserError
+from mm_capacity.evaluation.cells import AnswerRule
 from mm_capacity.evaluation.suggest import unknown
 from mm_capacity.evaluation.units import Style, is_circular_name
 from mm_capacity.evaluation.vlmeval_process import first_line
@@ -107,6 +108,24 @@ def required_columns(cls: Any, name: str) -> list[str]:
         if rated_as_mme(cls, name):
             columns += ["category", "image_path"]
     return columns
+
+
+def answer_rule(cls: Any, name: str) -> AnswerRule | None:
+    """What an answer must be so that VLMEvalKit's own scoring can compare with it.
+
+    Returns:
+        "letter" (of one of the options), "yes-no", "Yes-No" (spelled exactly so), or None where
+        a class scores in its own way.
+    """
+    from vlmeval.dataset import ImageMCQDataset, ImageYORNDataset
+
+    if issubclass(cls, ImageYORNDataset):
+        return "Yes-No" if rated_as_mme(cls, name) else "yes-no"
+    if not issubclass(cls, ImageMCQDataset) or "MMMU" in name:  # MMMU has open questions
+        return None
+    own = ("build_prompt", "evaluate", "evaluate_heuristic")
+    plain = all(getattr(cls, method) is getattr(ImageMCQDataset, method) for method in own)
+    return "letter" if plain else None
 
 
 def rated_as_mme(cls: Any, name: str) -> bool:

@@ -30,18 +30,32 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         UserError: unreadable, not JSON, or a section that is not known.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        # A byte order mark, as some editors write, is not part of the text.
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text, object_pairs_hook=_no_repeats)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise UserError(f"config file {str(path)!r} is not JSON: {error}") from error
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read config file {str(path)!r}: {reason}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"config file {str(path)!r} is not JSON: {error}") from error
+    except RecursionError:
+        raise UserError(f"config file {str(path)!r} is nested too deeply") from None
     if not isinstance(content, dict):
         raise UserError(f"config file {str(path)!r} must hold an object with {', '.join(SECTIONS)}")
     for section, value in content.items():
         check_known("config section", section, SECTIONS)
         if not isinstance(value, dict):
             raise UserError(f"config section {section!r} must be an object, got {value!r}")
+    return content
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of whose repeated keys JSON itself would keep the last without a word."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise UserError(f"config: the key {key!r} is there twice in one object")
+        content[key] = value
     return content
 
 
@@ -58,6 +72,7 @@ def model_choices(section: dict[str, Any]) -> tuple[ModelChoice, ...]:
                 name=name,
                 source=_text(name, "model_path", arguments) or name,
                 wrapper_class=_text(name, "class", arguments),
+                local_copy="model_path" in arguments,
                 max_new_tokens=_positive(name, "max_new_tokens", arguments),
                 dtype=_text(name, "dtype", arguments),
                 device=_text(name, "device", arguments),
@@ -97,6 +112,8 @@ def capacity_options(section: dict[str, Any], known: Collection[str]) -> dict[st
     for key, value in section.items():
         name = key.replace("-", "_")
         check_known("key of config section 'capacity'", name, known)
+        if name in options:
+            raise UserError(f"config: {name!r} is twice in section 'capacity', as {key!r} too")
         options[name] = value
     return options
 
@@ -106,6 +123,8 @@ def _entries(
 ) -> list[tuple[str, dict[str, Any]]]:
     entries = []
     for name, arguments in section.items():
+        if not name.strip():
+            raise UserError(f"config section {kind!r} has an empty name")
         if not isinstance(arguments, dict):
             raise UserError(f"config: {kind} {name!r} must be an object, got {arguments!r}")
         for key in arguments:

@@ -149,6 +149,10 @@ class EvalData:
         folders = [Path(self._folder.name), self.root, *hub_folders()]
         return {"type": "image", "image": open_rgb(check_inside(part["value"], folders))}
 
+    def line(self, index: Any) -> pd.Series:
+        """A question's row of ``frame``."""
+        return self.frame.iloc[self._positions[str(index)]]
+
     def image_size(self, index: Any) -> tuple[int, int]:
         """Width and height, in pixels, of a question's first image.
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ANSWER_PACKAGES = {"torch": "torch", "transformers": "transformers", "vlmeval": "ms-vlmeval"}
-"""Packages whose version can change answers: name in the record -> distribution."""
+"""Packages whose version can change answers: name in the record -> distribution. VLMEvalKit has
+others, which are named with their version."""
 
 HASHED_WHOLE_BYTES = 256 * 2**20
 SAMPLE_BYTES = 2**20
@@ -25,7 +27,37 @@ def versions() -> dict[str, str | None]:
             found[name] = version(distribution)
         except PackageNotFoundError:
             found[name] = None
+    if found["vlmeval"] is None:
+        found["vlmeval"] = other_vlmeval()
     return found
+
+
+@cache
+def other_vlmeval() -> str | None:
+    """Another distribution of VLMEvalKit, or a source tree of it: its name and version.
+
+    A source tree is named by its commit, one with changes by a digest of its files.
+    """
+    from mm_capacity.evaluation.vlmeval_process import providers, source_folder
+
+    names = providers()
+    if names:
+        return ", ".join(f"{name} {version(name)}" for name in names)
+    folder = source_folder()
+    if folder is None:
+        return None
+    try:
+        if (folder.parent / ".git").exists():
+            changed = _git(folder.parent, "status", "--porcelain", "--untracked-files=no")
+            commit = _git(folder.parent, "rev-parse", "HEAD")
+            if not changed:
+                return f"source tree {commit}"
+    except (OSError, subprocess.SubprocessError):
+        pass
+    sha = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        sha.update(f"{path.relative_to(folder)}\0{file_digest(path)}\n".encode())
+    return f"source tree {sha.hexdigest()[:16]}"
 
 
 def git_commit() -> str | None:

@@ -132,7 +132,8 @@ class Answered:
         loads: load counts (``trace.frame()``).
         layers: load of every layer (``trace.layers()``).
         seconds: time of ``generate``, including the policy; the vision tower has run before,
-            where the model lets it (:mod:`mm_capacity.evaluation.vision`).
+            where the model lets it (:mod:`mm_capacity.evaluation.vision`). Of a wrapper: of all
+            that it does, reading the image included.
         notes: what the policy, the hooks or the model had to say, each text once.
     """
 
@@ -148,7 +149,7 @@ def answer(
     inputs: Mapping[str, Any],
     policy: Any,
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     seed: int = 0,
     ep_size: int = 1,
     trace_window: str = "sequence",
@@ -162,10 +163,10 @@ def answer(
     uninterrupted one gives.
 
     Args:
-        vlm: the loaded model.
-        inputs: from :meth:`vlm_adapters.base.LoadedVLM.prepare_batch`.
+        vlm: the loaded model, or VLMEvalKit's wrapper around it.
+        inputs: from the :class:`Preparer`.
         policy: from :func:`mm_capacity.policies.make_policy`.
-        max_new_tokens: longest answer, in tokens.
+        max_new_tokens: longest answer, in tokens; None for a wrapper's own number.
         seed: of torch's generators.
         ep_size: R.
         trace_window: what the load is counted over: "sequence" or "batch".
@@ -177,6 +178,7 @@ def answer(
 
     from mm_capacity.attach import limit_capacity
 
+    respond = getattr(vlm, "respond", None)  # a wrapper generates and decodes by itself
     torch.manual_seed(seed)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -193,17 +195,26 @@ def answer(
         warnings.simplefilter("default")
         _synchronize(vlm.model)
         start = time.perf_counter()
-        generated = vlm.model.generate(
-            **fresh(inputs),
-            max_new_tokens=max_new_tokens,
-            **GREEDY,
-            **({} if use_cache else NO_CACHE),
-        )
+        if respond is not None:
+            texts = respond(inputs, max_new_tokens=max_new_tokens, use_cache=use_cache)
+        else:
+            generated = vlm.model.generate(
+                **fresh(inputs),
+                max_new_tokens=max_new_tokens,
+                **GREEDY,
+                **({} if use_cache else NO_CACHE),
+            )
         _synchronize(vlm.model)
         seconds = time.perf_counter() - start
-    notes = dict.fromkeys([*trace.notes, *(str(w.message) for w in caught)])
-    texts = vlm.decode(inputs, generated)
-    return Answered(list(texts), trace.frame(), trace.layers(), seconds, list(notes))
+    said = [str(w.message) for w in caught if not issubclass(w.category, DeprecationWarning)]
+    notes = dict.fromkeys([*trace.notes, *said])
+    frame = trace.frame()
+    if respond is None:
+        texts = vlm.decode(inputs, generated)
+    else:
+        vlm.check_tagged(inputs, frame)
+        notes.update(dict.fromkeys(vlm.notes()))
+    return Answered(list(texts), frame, trace.layers(), seconds, list(notes))
 
 
 def _synchronize(model: Any) -> None:

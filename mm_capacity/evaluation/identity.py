@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ def identity_of(
     tells which runs may be compared.
     """
     settings = plan.settings
+    wrapper = {} if handle.wrapper is None else {"wrapper": handle.wrapper.identity}
     return {
         "format": FORMAT,
         "model": handle.digest,
@@ -39,7 +41,8 @@ def identity_of(
         "ep_size": settings.ep_size or "auto",
         "trace_window": plan.trace_window,
         "prompts": handle.prompts.name,
-        "max_new_tokens": plan.new_tokens(handle.choice, choice, handle.prompts.max_new_tokens),
+        **wrapper,
+        "max_new_tokens": handle.new_tokens(plan, choice),
         "use_cache": settings.use_cache,
         "dtype": handle.requested_dtype,
         "device": handle.device_type,
@@ -54,13 +57,21 @@ def frame_digest(frame: Any) -> str:
 
 
 def policy_files(policy: Any) -> dict[str, str]:
-    """Digests of the files that a policy's options name (calibration tables)."""
-    digests = {}
-    for option in fields(policy):
-        value = getattr(policy, option.name)
-        if isinstance(value, str) and len(value) < 4096 and Path(value).expanduser().is_file():
-            digests[option.name] = environment.file_digest(Path(value).expanduser())
-    return digests
+    """Digests of the files that a policy's options name (calibration tables), nested ones too."""
+    named = {option.name: getattr(policy, option.name) for option in fields(policy)}
+    return {
+        name: environment.file_digest(Path(value).expanduser())
+        for name, value in _leaves(named)
+        if isinstance(value, str) and len(value) < 4096 and Path(value).expanduser().is_file()
+    }
+
+
+def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def opening_record(run: Run, ep_size: int) -> dict[str, Any]:
@@ -72,6 +83,7 @@ def opening_record(run: Run, ep_size: int) -> dict[str, Any]:
     """
     handle, data = run.handle, run.data
     parameters = next(handle.vlm.model.parameters())
+    wrapper = {} if handle.wrapper is None else {"wrapper": handle.vlm.record()}
     return {
         "format": FORMAT,
         "hash": run.hash,
@@ -79,6 +91,7 @@ def opening_record(run: Run, ep_size: int) -> dict[str, Any]:
         "identity": run.identity,
         "model": handle.choice.name,
         "model_source": handle.choice.source,
+        **wrapper,
         "data": run.choice.name,
         "data_official": data.official,
         "policy": {
@@ -88,7 +101,9 @@ def opening_record(run: Run, ep_size: int) -> dict[str, Any]:
             "scope": getattr(run.policy, "scope", None),
         },
         "ep_size": ep_size,
-        "arguments": {k: str(v) for k, v in vars(run.plan.settings).items()},
+        "arguments": {
+            k: str(v) if isinstance(v, Path) else v for k, v in vars(run.plan.settings).items()
+        },
         "versions": run.identity["versions"],
         "git_commit": environment.git_commit(),
         "device": str(parameters.device),

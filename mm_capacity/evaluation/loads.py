@@ -171,12 +171,6 @@ def summarize(layers: pd.DataFrame, layer_names: Sequence[str] = ()) -> dict[str
         layers: contents of layers.parquet.
         layer_names: names of the MoE layers.
     """
-    from mm_capacity.trace import Trace
+    from mm_capacity import trace
 
-    class Whole(Trace):
-        """A trace whose layers come from a file."""
-
-        def layers(self) -> pd.DataFrame:
-            return layers
-
-    return Whole(names=layer_names, top_k=[], rank_of_expert=[], ranks=1).summary()
+    return trace.summarize(layers, len(layer_names))

@@ -6,22 +6,25 @@ import hashlib
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mm_capacity.errors import UserError
+from mm_capacity.evaluation import devices
 from mm_capacity.evaluation.environment import folder_digest
+from mm_capacity.evaluation.generate import Preparer
+from mm_capacity.evaluation.model_sources import resolve_source, wrapper_of
 from mm_capacity.evaluation.plan import (
     DEFAULT_EP_SIZE,
-    EMBEDDED_MODEL,
+    DataChoice,
     ModelChoice,
+    Plan,
     Settings,
 )
 from mm_capacity.evaluation.prompts import prompts_for
-from mm_capacity.evaluation.prompts.base import Prompts
-from mm_capacity.evaluation.suggest import check_known, unknown
+from mm_capacity.evaluation.prompts.base import Asked, Prompts
 
-EMBEDDED_FOLDERS = {EMBEDDED_MODEL: Path(__file__).resolve().parents[1] / "data" / "digits_model"}
-"""Models inside this package: name -> checkpoint folder."""
+if TYPE_CHECKING:
+    pass
 
 
 class ModelHandle:
@@ -36,7 +39,13 @@ class ModelHandle:
         self.choice = choice
         self.settings = settings
         self.source = resolve_source(choice.source)
-        check_wrapper_class(choice)
+        self.wrapper = wrapper_of(choice, self.source)
+        if self.wrapper is not None and settings.batch_size > 1:
+            raise UserError(
+                f"{choice.name!r} is asked through VLMEvalKit's {self.wrapper.class_name}, one "
+                f"question at a time: --batch-size {settings.batch_size} needs the checkpoint "
+                f"itself (--model {self.wrapper.source})"
+            )
 
     @property
     def requested_dtype(self) -> str:
@@ -49,22 +58,7 @@ class ModelHandle:
         Raises:
             UserError: the device is not there.
         """
-        import torch
-
-        wanted = self.choice.device or self.settings.device
-        if wanted == "auto":
-            if torch.cuda.device_count() > 1:
-                return "auto"  # several: let accelerate place the layers
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        kind, _, number = wanted.partition(":")
-        if kind == "cpu":
-            return wanted
-        backend = getattr(torch, kind, None)
-        if backend is None or not backend.is_available():
-            raise UserError(f"device {wanted!r} is not available here: use --device cpu")
-        if number and int(number) >= backend.device_count():
-            raise UserError(f"device {wanted!r} does not exist: there are {backend.device_count()}")
-        return wanted
+        return devices.find(self.choice.device or self.settings.device)
 
     @property
     def device_type(self) -> str:
@@ -89,11 +83,20 @@ class ModelHandle:
 
     @cached_property
     def vlm(self) -> Any:
-        """The loaded model.
+        """The loaded model, or VLMEvalKit's wrapper around it.
 
         Raises:
             UserError: it cannot be loaded, with the reason in one line.
         """
+        if self.wrapper is not None:
+            from mm_capacity.evaluation.wrappers import build
+
+            return build(
+                self.wrapper,
+                device=self.requested_device,
+                dtype=self.requested_dtype,
+                trust_remote_code=self.settings.trust_remote_code,
+            )
         from vlm_adapters import load_model
 
         options = self.prompts.load_options
@@ -107,6 +110,7 @@ class ModelHandle:
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise self._not_loaded(error) from error
+        check_chat_template(vlm, self.choice.name)
         if options and self.source.startswith("tiny:"):
             vlm = replace(vlm, extra={**vlm.extra, **options})
         return vlm
@@ -135,7 +139,32 @@ class ModelHandle:
         Raises:
             UserError: as :attr:`family`.
         """
+        if self.wrapper is not None:
+            from mm_capacity.evaluation.wrappers_questions import WrapperPrompts
+
+            return WrapperPrompts()
         return prompts_for(self.family)
+
+    def preparer(self, data: Any, batches: Any) -> Preparer:
+        """Makes the model's inputs of a data set's questions.
+
+        Args:
+            data: the opened data set.
+            batches: indices of the questions of each batch.
+        """
+        asked = Asked(data, self.prompts)
+        if self.wrapper is not None:
+            from mm_capacity.evaluation.wrappers_questions import WrapperPreparer
+
+            return WrapperPreparer(self, asked, batches)
+        return Preparer(self, asked, batches)
+
+    def new_tokens(self, plan: Plan, data: DataChoice) -> int | None:
+        """Longest answer in tokens; None for what VLMEvalKit's wrapper has."""
+        if self.wrapper is not None and not data.embedded:
+            given = (self.choice.max_new_tokens, self.settings.max_new_tokens)
+            return next((tokens for tokens in given if tokens is not None), None)
+        return plan.new_tokens(self.choice, data, self.prompts.max_new_tokens)
 
     def _not_loaded(self, error: Exception) -> UserError:
         return UserError(f"cannot load model {self.choice.name!r}: {one_line(error)}")
@@ -168,59 +197,23 @@ class ModelHandle:
             torch.cuda.empty_cache()
 
 
-def resolve_source(source: str) -> str:
-    """What to load: an embedded model's folder, a path, a hub id, or ``tiny:FAMILY``.
+def check_chat_template(vlm: Any, name: str) -> None:
+    """A native model is asked through its processor's chat template, so there must be one.
 
     Raises:
-        UserError: none of them, nor a name that VLMEvalKit knows.
+        UserError: there is none.
     """
-    if source in EMBEDDED_FOLDERS:
-        folder = EMBEDDED_FOLDERS[source]
-        if not (folder / "config.json").exists():
-            raise UserError(f"the embedded model {source!r} is missing: no checkpoint in {folder}")
-        return str(folder)
-    if source.startswith("tiny:"):
-        return source
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise UserError(f"{source!r} is not a checkpoint folder: it has no config.json")
-        return str(path)
-    if path.exists():
-        raise UserError(f"{source!r} is a file: --model wants the checkpoint's folder")
-    if source.startswith(("/", "./", "../", "~")):
-        raise UserError(f"model folder {source!r} does not exist")
-    return source if "/" in source else wrapped_source(source)
+    from vlm_adapters.generic import NativeAdapter
 
-
-def wrapped_source(name: str) -> str:
-    """The hub id behind one of VLMEvalKit's model names.
-
-    Raises:
-        UserError: no such name, or no mixture of experts behind it.
-    """
-    from mm_capacity.evaluation.vlmeval_models import find_wrapper, moe_model_names, resolve_model
-
-    if find_wrapper(name) is None:
-        raise unknown("model", name, [*EMBEDDED_FOLDERS, *moe_model_names()])
-    return resolve_model(name)
-
-
-def check_wrapper_class(choice: ModelChoice) -> None:
-    """A config file's ``class`` of a model must be one of VLMEvalKit's.
-
-    Raises:
-        UserError: it is not.
-    """
-    if choice.wrapper_class is None:
+    if not isinstance(vlm.adapter, NativeAdapter):
         return
-    from mm_capacity.evaluation.vlmeval_process import import_vlmeval
-
-    import_vlmeval()
-    import vlmeval.vlm
-
-    classes = [name for name, value in vars(vlmeval.vlm).items() if isinstance(value, type)]
-    check_known(f"class of model {choice.name!r}", choice.wrapper_class, classes)
+    template = getattr(vlm.processor, "chat_template", "")  # stand-ins of tiny models have none
+    if template is None or (isinstance(template, dict) and "default" not in template):
+        raise UserError(
+            f"model {name!r}: its {type(vlm.processor).__name__} has no chat template, so nothing "
+            "says how to put a question to it: take an instruction-tuned checkpoint, or add "
+            "chat_template.jinja to a local copy"
+        )
 
 
 def cached_commit(hub_id: str) -> str | None:

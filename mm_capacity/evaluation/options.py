@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mm_capacity.errors import UserError
-from mm_capacity.evaluation import config_file
+from mm_capacity.evaluation import config_file, devices
 from mm_capacity.evaluation.arguments import DTYPES, MODES, PROGRESS
+from mm_capacity.evaluation.placement_options import placement_options
 from mm_capacity.evaluation.plan import (
     BASELINE,
     EMBEDDED_BATCH_SIZE,
@@ -38,12 +38,11 @@ from mm_capacity.evaluation.values import (
     as_list,
     check_work_dir,
     flag,
+    folder,
     parse_gamma,
     unique_names,
     whole_number,
 )
-
-DEVICE = re.compile(r"auto|cpu|(cuda|xpu)(:\d+)?")
 
 FULL_GRID: dict[str, list[Any]] = {"modality": list(MODALITIES), "gamma": ["0.5", "1.0", "1.5"]}
 SMALL_GRID: dict[str, list[Any]] = {"modality": ["image-first"], "gamma": ["0.5", "1.0"]}
@@ -81,7 +80,7 @@ def make_plan(args: argparse.Namespace, grid: Mapping[str, Sequence[Any]] | None
     settings = _settings(options, default_batch=EMBEDDED_BATCH_SIZE if embedded else 1)
     for choice in models:
         check_known("dtype", choice.dtype or settings.dtype, DTYPES)
-        _check_device(choice.device or settings.device)
+        devices.check_name(choice.device or settings.device)
     if settings.fresh and settings.mode == "eval":
         raise UserError("--fresh with --mode eval would score nothing: use --mode all")
     policies = _policies(options, grid or (SMALL_GRID if given else FULL_GRID), settings)
@@ -113,13 +112,16 @@ def _settings(options: Mapping[str, Any], *, default_batch: int) -> Settings:
         return None if value is None else whole_number(flag_name, value, least=least)
 
     def text(name: str, default: str) -> str:
-        return str(options.get(name, default))
+        value = options.get(name, default)
+        if not isinstance(value, str) or not value.strip():
+            raise UserError(f"--{name.replace('_', '-')} must be text, got {value!r}")
+        return value
 
     dtype, device = text("dtype", "auto"), text("device", "auto")
     check_known("dtype", dtype, DTYPES)
-    _check_device(device)
+    devices.check_name(device)
     return Settings(
-        work_dir=check_work_dir(text("work_dir", "outputs")),
+        work_dir=check_work_dir(options.get("work_dir", "outputs")),
         device=device,
         dtype=dtype,
         batch_size=number("batch_size") or default_batch,
@@ -133,14 +135,9 @@ def _settings(options: Mapping[str, Any], *, default_batch: int) -> Settings:
         check=flag("check", options),
         use_cache=not flag("no_cache", options),
         trust_remote_code=flag("trust_remote_code", options),
-        lmu_data=Path(options["lmu_data"]).expanduser() if "lmu_data" in options else None,
+        lmu_data=folder("--lmu-data", options["lmu_data"]) if "lmu_data" in options else None,
         progress=check_known("progress display", text("progress", "auto"), PROGRESS),
     )
-
-
-def _check_device(device: str) -> None:
-    if not DEVICE.fullmatch(device):
-        raise UserError(f"unknown device {device!r}: use auto, cpu, cuda, cuda:0 or the like")
 
 
 def _read_config(
@@ -148,8 +145,8 @@ def _read_config(
 ) -> tuple[tuple[ModelChoice, ...] | None, tuple[DataChoice, ...] | None, dict[str, Any]]:
     for taken in ("model", "model_path", "data"):
         if taken in options:
-            flag = "--" + taken.replace("_", "-")
-            raise UserError(f"{flag} cannot be used with --config: the file names models and data")
+            name = "--" + taken.replace("_", "-")
+            raise UserError(f"{name} cannot be used with --config: the file names models and data")
     content = config_file.read_config(Path(args.config))
     models = config_file.model_choices(content["model"]) if "model" in content else None
     data = config_file.data_choices(content["data"]) if "data" in content else None
@@ -157,6 +154,8 @@ def _read_config(
     section = config_file.capacity_options(
         content.get("capacity", {}), sorted(set(vars(args)) - hidden)
     )
+    if all([flag("fresh", section), flag("resume", section)]):  # both are looked at
+        raise UserError("config: 'fresh' and 'resume' contradict each other: give one of them")
     if "fresh" in options or "resume" in options:  # a flag overrides its opposite in the file
         section = {k: v for k, v in section.items() if k not in ("fresh", "resume")}
     return models, data, section
@@ -173,7 +172,7 @@ def _models(options: Mapping[str, Any], *, embedded: bool) -> tuple[ModelChoice,
     if path is not None:
         if len(names) > 1:
             raise UserError(f"--model-path goes with one --model, got {len(names)}")
-        return (ModelChoice(names[0], path),)
+        return (ModelChoice(names[0], path, local_copy=True),)
     shown = [_shown(name) for name in names]
     if len(set(shown)) < len(shown):
         shown = names
@@ -210,6 +209,7 @@ def _policies(
         {"modality": modalities, "order": orders},
         fixed={"window": window, **({"seed": settings.seed} if settings.seed else {}), **extra},
         baseline=not flag("no_baseline", options),
+        placement=placement_options(options, settings.ep_size),
     )
 
 
@@ -221,7 +221,9 @@ def _policy_args(given: Any, names: Sequence[str]) -> dict[str, Any]:
         parsed = dict(given)
     else:
         parsed = {}
-        for word in given:
+        for word in as_list("policy_arg", given):
+            if not isinstance(word, str):
+                raise UserError(f"--policy-arg wants KEY=VALUE, got {word!r}")
             key, equals, text = word.partition("=")
             if not equals:
                 raise UserError(f"--policy-arg wants KEY=VALUE, got {word!r}")
@@ -233,5 +235,5 @@ def _policy_args(given: Any, names: Sequence[str]) -> dict[str, Any]:
     for key in parsed:
         if key in ("gamma", "modality", "order", "window", "seed"):
             raise UserError(f"--policy-arg {key}: use --{key}")
-        check_known("policy option", key, known)
+        check_known(f"option of policy {', '.join(names) or BASELINE.name}", key, known)
     return parsed

@@ -25,11 +25,15 @@ DEFAULT_EP_SIZE = 4
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """One model: ``name`` is shown and names the folder, ``source`` is what gets loaded."""
+    """One model: ``name`` is shown and names the folder, ``source`` is what gets loaded.
+
+    ``local_copy``: the user gave the name and, beside it, where its weights are.
+    """
 
     name: str
     source: str
     wrapper_class: str | None = None
+    local_copy: bool = False
     max_new_tokens: int | None = None
     dtype: str | None = None
     device: str | None = None
@@ -85,8 +89,11 @@ class PolicyChoice:
                 parts.append(str(value))
             elif key == "order":
                 parts += [str(value)] if value != "score" else []
-            elif key not in ("window", "seed"):
-                parts.append(f"{key}-{value}"[:40])
+            elif key == "placement":
+                parts.append(str(value))
+            elif key not in ("window", "seed", "placement_file"):
+                shown = Path(value).name if isinstance(value, str) and "/" in value else value
+                parts.append(f"{key}-{shown}"[:40])
         return "_".join(parts)
 
 
@@ -170,6 +177,7 @@ def policy_grid(
     *,
     fixed: Mapping[str, Any],
     baseline: bool,
+    placement: Mapping[str, Any] | None = None,
 ) -> tuple[PolicyChoice, ...]:
     """Every combination, without repeats; the baseline comes first.
 
@@ -182,10 +190,12 @@ def policy_grid(
         axes: option name -> its values.
         fixed: options that every policy which has them gets.
         baseline: put the policy ``none`` in front.
+        placement: options that say where experts live; every policy gets them, the baseline too.
     """
+    placed = tuple((placement or {}).items())
     choices: dict[PolicyChoice, None] = {}
     if baseline or None in gammas or BASELINE.name in names:
-        choices[BASELINE] = None
+        choices[PolicyChoice(BASELINE.name, placed)] = None
     for name in names:
         if name == BASELINE.name:
             continue
@@ -197,7 +207,7 @@ def policy_grid(
                 combinations = [{**c, axis: value} for c in combinations for value in given]
         for options in combinations:
             extra = {key: value for key, value in fixed.items() if key in known}
-            choices[PolicyChoice(name, tuple({**extra, **options}.items()))] = None
+            choices[PolicyChoice(name, tuple({**extra, **options}.items()) + placed)] = None
     return tuple(choices)
 
 

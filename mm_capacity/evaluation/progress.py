@@ -11,6 +11,13 @@ from typing import Any
 LINE_EVERY_S = 30.0
 
 
+def forgiving_streams() -> None:
+    """Lets a terminal without Unicode show "?" for what it has not, instead of stopping a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
 class Progress:
     """Counts questions and estimates the time left.
 

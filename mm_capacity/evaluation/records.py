@@ -195,10 +195,15 @@ class RunFolder:
         """Keeps other processes out; a lock whose process is gone is taken over.
 
         Raises:
-            UserError: another process holds it.
+            UserError: another process holds it, or the folder cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "run.lock").open("a+") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = (self.path / "run.lock").open("a+")
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"run folder {self.path} cannot be used: {reason}") from error
+        with opened as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

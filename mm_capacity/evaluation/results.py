@@ -14,14 +14,19 @@ from mm_capacity.evaluation.records import CURRENT_FILE, FINISHED, RunFolder, fi
 if TYPE_CHECKING:
     import pandas as pd
 
+OPTION_COLUMNS = ("gamma", "modality", "order", "window", "placement")
+LOAD_COLUMNS = (
+    "drop_frac_image", "drop_frac_text", "straggler_before", "straggler_after",
+    "max_expert_load", "max_rank_load", "zero_expert_tokens",
+)  # fmt: skip
 COLUMNS = [
-    "model", "data", "policy", "gamma", "modality", "order", "scope", "window", "ep_size", "n",
-    "metric", "value", "stderr", "delta", "delta_stderr", "drop_frac_image", "drop_frac_text",
-    "straggler_before", "straggler_after", "max_expert_load", "max_rank_load",
-    "zero_expert_tokens", "seconds", "run",
+    "model", "data", "policy", "gamma", "modality", "order", "scope", "window", "ep_size",
+    "placement", "n", "metric", "value", "stderr", "delta", "delta_stderr", *LOAD_COLUMNS,
+    "seconds", "run",
 ]  # fmt: skip
-TEXT_COLUMNS = ("model", "data", "policy", "modality", "order", "scope", "window", "metric", "run")
-LOAD_COLUMNS = COLUMNS[15:22]
+TEXT_COLUMNS = (
+    "model", "data", "policy", "modality", "order", "scope", "window", "placement", "metric", "run",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def run_rows(run: ScoredRun, baseline: ScoredRun | None) -> list[dict[str, Any]]
         "ep_size": record["ep_size"],
         "seconds": record.get("seconds"),
         "run": run.name,
-        **{key: options.get(key) for key in ("gamma", "modality", "order", "window")},
+        **{key: options.get(key) for key in OPTION_COLUMNS},
         **{key: load.get(key) for key in LOAD_COLUMNS},
     }
     rows = []

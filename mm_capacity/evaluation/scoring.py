@@ -68,7 +68,8 @@ def score(
     import_vlmeval()
     table, left_out = answered_rows(data, predictions)
     if not len(table):
-        raise UserError(f"{data.name}: no question has an answer, nothing to score")
+        index, why = next(iter(left_out.items()))
+        raise UserError(f"{data.name}: no question can be scored (question {index}: {why})")
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mm_capacity_score_") as scratch:
         files = _Files(data, Path(scratch))

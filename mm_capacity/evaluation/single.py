@@ -25,6 +25,7 @@ from mm_capacity.evaluation.records import (
     slug,
     write_text,
 )
+from mm_capacity.policies import PLACEMENT_FIELDS
 
 
 @dataclass
@@ -56,7 +57,14 @@ class Run:
 
     @cached_property
     def setting_hash(self) -> str:
-        return digest({k: v for k, v in self.identity.items() if k not in POLICY_KEYS})
+        """Names what runs must have in common to be compared; where experts live is part of it."""
+        setting = {k: v for k, v in self.identity.items() if k not in POLICY_KEYS}
+        options = dict(self.policy_choice.options)
+        placed = {k: options[k] for k in PLACEMENT_FIELDS if k in options}
+        if placed:
+            placed["placement_file"] = self.identity["policy_files"]["placement_file"]
+            setting["placement"] = placed
+        return digest(setting)
 
     @cached_property
     def folder(self) -> RunFolder:
@@ -189,6 +197,8 @@ def _infer(run: Run, preparer: Preparer, progress: Progress) -> None:
                 check=settings.check,
                 use_cache=settings.use_cache,
             )
+            if handle.wrapper is not None and run.record.get("wrapper") != vlm.record():
+                run.record = folder.update(wrapper=vlm.record())
             for note in [*preparer.data.notes, *answered.notes]:
                 if note not in notes:
                     notes[note] = None

@@ -28,12 +28,13 @@ import pandas as pd
 
 from mm_capacity.errors import UserError
 from mm_capacity.evaluation.cells import (
+    check_answers,
     check_columns,
     checked_images,
     checked_index,
     checked_paths,
 )
-from mm_capacity.evaluation.classes import is_custom, required_columns
+from mm_capacity.evaluation.classes import answer_rule, is_custom, required_columns
 from mm_capacity.evaluation.images import ImageStore
 from mm_capacity.evaluation.tsv import TEXT_COLUMNS, file_digests, read_tsv
 from mm_capacity.evaluation.vlmeval_process import first_line
@@ -147,6 +148,7 @@ class Source:
         if not len(frame):
             raise UserError(f"{self.name} has no questions")
         frame["index"] = checked_index(frame["index"], self.name)
+        check_answers(frame, self.name, answer_rule(cls, self.name), self.bad)
         if "image" in frame:
             cells = checked_images(frame, self.name, self.bad, self.warnings)
             frame["image"] = pd.Series(cells, dtype=object)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
+from typing import Any
 
 from mm_capacity.errors import UserError
 
@@ -25,19 +26,21 @@ def unknown(kind: str, value: object, known: Collection[str]) -> UnknownNameErro
     names = sorted(known)
     folded = {name.casefold(): name for name in reversed(names)}
     near = difflib.get_close_matches(str(value).casefold(), folded, n=1, cutoff=0.6)
-    hint = f" - did you mean {folded[near[0]]!r}?" if near else ""
+    if not names:
+        return UnknownNameError(f"unknown {kind} {value!r}: there is none")
+    hint = f" - did you mean {folded[near[0]]!r}?" if near else "."
     listed = ", ".join(names[:MAX_LISTED])
     if len(names) > MAX_LISTED:
         listed += f", ... ({len(names)} in all)"
     return UnknownNameError(f"unknown {kind} {value!r}{hint} Known: {listed}")
 
 
-def check_known(kind: str, value: str, known: Collection[str]) -> str:
+def check_known(kind: str, value: Any, known: Collection[str]) -> str:
     """Returns ``value`` when it is known.
 
     Raises:
         UserError: it is not.
     """
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise unknown(kind, value, known)
     return value

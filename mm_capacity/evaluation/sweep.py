@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mm_capacity.errors import UserError
-from mm_capacity.evaluation.generate import Preparer, split_batches
+from mm_capacity.evaluation.generate import split_batches
 from mm_capacity.evaluation.identity import identity_of
 from mm_capacity.evaluation.models import ModelHandle, one_line
 from mm_capacity.evaluation.plan import DataChoice, Plan, PolicyChoice
 from mm_capacity.evaluation.progress import Progress
-from mm_capacity.evaluation.prompts.base import Asked
 from mm_capacity.evaluation.records import CURRENT_FILE, write_text
 from mm_capacity.evaluation.single import Run, execute
 from mm_capacity.evaluation.suggest import UnknownNameError
@@ -159,11 +158,14 @@ def check_class(choice: DataChoice, data: Any) -> None:
     Raises:
         UserError: it is not.
     """
-    classes = [cls.__name__ for cls in type(data.dataset).__mro__]
-    if choice.dataset_class is not None and choice.dataset_class not in classes:
+    classes = type(data.dataset).__mro__
+    if choice.dataset_class is not None and choice.dataset_class not in (
+        cls.__name__ for cls in classes
+    ):
+        theirs = [cls for cls in classes if cls.__module__.startswith("vlmeval.")]
         raise UserError(
             f"config: class {choice.dataset_class!r} of data {choice.name!r} is wrong, "
-            f"VLMEvalKit's class for {choice.dataset!r} is {classes[0]!r}"
+            f"VLMEvalKit's class for {choice.dataset!r} is {(theirs or classes)[0].__name__!r}"
         )
 
 
@@ -214,14 +216,14 @@ def execute_all(runs: list[Run], outcome: Outcome, progress: Progress) -> None:
         by_data.setdefault(run.choice.name, []).append(run)
     for same_data in by_data.values():
         first = same_data[0]
-        mark_current(first)
         batches = split_batches(first.data.frame, first.plan.settings.batch_size)
-        asked = Asked(first.data, first.handle.prompts)
-        preparer = Preparer(first.handle, asked, batches)
+        preparer = first.handle.preparer(first.data, batches)
         for run in same_data:
             outcome.runs.append(run)
             progress.begin(run.label)
             execute(run, preparer, progress)
+            if run.is_scored:  # not before: an unfinished setting must not hide finished results
+                mark_current(run)
             number = f"[{len(outcome.runs)}/{run.plan.runs}]"
             left = f", {progress.left()} left" if progress.asked and progress.to_do else ""
             progress.say(f"{number} {run.line()}{left}")

@@ -50,7 +50,7 @@ def read_tsv(path: Path, text: Collection[str] = TEXT_COLUMNS) -> pd.DataFrame:
     except pd.errors.EmptyDataError:
         raise UserError(f"{path} is empty") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        raise UserError(f"{path} is not UTF-8 text (line {_line_not_utf8(path)})") from error
     except (pd.errors.ParserError, ValueError) as error:
         raise UserError(f"{path} is not a tab-separated table: {_one_line(error)}") from error
     except OSError as error:
@@ -115,6 +115,17 @@ def words_kept(text: Collection[str] = TEXT_COLUMNS) -> Iterator[None]:
         yield
     finally:
         loader.pd = original
+
+
+def _line_not_utf8(path: Path) -> int:
+    """First line of a file that is not UTF-8; 0 if every one is."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 0
 
 
 def _one_line(error: Exception) -> str:

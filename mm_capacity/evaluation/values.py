@@ -10,6 +10,9 @@ from typing import Any
 
 from mm_capacity.errors import UserError
 
+LARGEST = 2**63 - 1
+"""What a 64-bit integer of torch holds."""
+
 
 def parse_gamma(value: Any) -> float | None:
     """A capacity factor; ``"none"`` is the baseline.
@@ -37,7 +40,7 @@ def check_work_dir(text: str) -> Path:
     Raises:
         UserError: it cannot.
     """
-    path = Path(text).expanduser()
+    path = folder("work directory", text)
     nearest = path
     try:
         while not nearest.exists() and nearest != nearest.parent:
@@ -51,7 +54,26 @@ def check_work_dir(text: str) -> Path:
     return path
 
 
-def whole_number(flag: str, value: Any, *, least: int) -> int:
+def folder(what: str, text: Any) -> Path:
+    """A path as the user wrote it; an empty one would silently be the current folder.
+
+    Raises:
+        UserError: it is empty, not text, or cannot be a path.
+    """
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise UserError(f"{what} {text!r} cannot be used: give the path of a folder")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # ~somebody
+        raise UserError(f"{what} {text!r} cannot be used: {error}") from error
+
+
+def whole_number(flag: str, value: Any, *, least: int, most: int = LARGEST) -> int:
+    """A whole number from ``least`` to ``most``.
+
+    Raises:
+        UserError: it is none, or outside.
+    """
     try:
         if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
             raise ValueError
@@ -60,6 +82,8 @@ def whole_number(flag: str, value: Any, *, least: int) -> int:
         number = least - 1
     if number < least:
         raise UserError(f"{flag} must be a whole number of at least {least}, got {value!r}")
+    if number > most:
+        raise UserError(f"{flag} must be a whole number of at most {most}, got {value!r}")
     return number
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import random
@@ -24,15 +25,36 @@ import warnings
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import distribution, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from mm_capacity.errors import UserError
 
 DISTRIBUTION = "ms-vlmeval"
 PINNED_VERSION = "0.0.20"
+
+# What this toolkit calls; other distributions and versions may lack some of it.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "vlmeval.config": ("supported_VLM",),
+    "vlmeval.dataset": (
+        "CUSTOM_DATASET",
+        "CustomMCQDataset",
+        "CustomVQADataset",
+        "DATASET_CLASSES",
+        "DATASET_COLLECTION",
+        "IMAGE_DATASET",
+        "ImageMCQDataset",
+        "ImageYORNDataset",
+        "img_root_map",
+        "supported_video_datasets",
+    ),
+    "vlmeval.dataset.utils": ("build_judge",),
+    "vlmeval.smp": ("download_file", "dump", "get_intermediate_file_path", "load", "toliststr"),
+}
 
 # Settings of VLMEvalKit itself. PRED_FORMAT: its spreadsheets turn an answer that begins with
 # "=" into a formula. PRINT_VANILLA: its own accuracy beside the circular one. VERBOSE: a value,
@@ -95,7 +117,8 @@ def import_vlmeval() -> ModuleType:
         The module ``vlmeval``; its submodules ``dataset``, ``smp`` and ``config`` are loaded.
 
     Raises:
-        UserError: it is not installed, installed twice, or cannot be imported.
+        UserError: it is not installed, installed twice, cannot be imported, or lacks what this
+            toolkit calls.
     """
     check_distributions()
     with preserved_process():
@@ -106,27 +129,86 @@ def import_vlmeval() -> ModuleType:
                 module = import_module("vlmeval")
                 for name in ("dataset", "smp", "config"):
                     import_module(f"vlmeval.{name}")
+                check_contents()
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"vlmeval cannot be imported: {first_line(error)}") from error
     return module
 
 
 def check_distributions() -> None:
-    """Makes sure that exactly one installed distribution provides ``vlmeval``.
+    """Makes sure that exactly one copy of ``vlmeval`` can be meant.
+
+    One distribution may provide it, under any name (``ms-vlmeval``; ``vlmeval`` from the upstream
+    repository; ``nvidia-vlmeval``), or a source tree on the path without any metadata.
 
     Raises:
-        UserError: none does, or more than one: they overwrite each other's files, so nobody
-            could tell whose answer matcher runs.
+        UserError: there is none; there are several distributions, which overwrite each other's
+            files, so nobody could tell whose answer matcher runs; or a source tree on the path
+            hides the installed one.
     """
-    found = sorted(set(packages_distributions().get("vlmeval", [])))
+    found = providers()
     if len(found) > 1:
         names = ", ".join(f"{name} {version(name)}" for name in found)
         raise UserError(
             f"{len(found)} installed distributions provide 'vlmeval' ({names}): uninstall all of "
             f"them, then pip install {DISTRIBUTION}=={PINNED_VERSION}"
         )
-    if not found and find_spec("vlmeval") is None:
-        raise UserError(f"vlmeval is not installed: pip install {DISTRIBUTION}=={PINNED_VERSION}")
+    folder = source_folder()
+    if folder is None:
+        if not found:
+            raise UserError(
+                f"vlmeval is not installed: pip install {DISTRIBUTION}=={PINNED_VERSION}"
+            )
+        return
+    if found and not provides(found[0], folder):
+        raise UserError(
+            f"two copies of vlmeval: {found[0]} {version(found[0])} is installed, but {folder} "
+            "comes first on the path and would be imported; start from another folder, take it "
+            "off PYTHONPATH, or uninstall the other"
+        )
+
+
+def providers() -> list[str]:
+    """Names of the installed distributions that provide ``vlmeval``."""
+    return sorted(set(packages_distributions().get("vlmeval", [])))
+
+
+def source_folder() -> Path | None:
+    """The package folder that ``import vlmeval`` would take, None if there is none."""
+    spec = find_spec("vlmeval")
+    origin = getattr(spec, "origin", None)
+    return Path(origin).parent if origin and Path(origin).is_file() else None
+
+
+def provides(name: str, folder: Path) -> bool:
+    """Whether a package folder belongs to a distribution, also to one installed as editable."""
+    found = distribution(name)
+    if Path(str(found.locate_file("vlmeval"))).resolve() == folder.resolve():
+        return True
+    linked = found.read_text("direct_url.json")
+    url = json.loads(linked).get("url", "") if linked else ""
+    root = Path(url2pathname(urlsplit(url).path)).resolve()
+    return url.startswith("file:") and root in folder.resolve().parents
+
+
+def check_contents() -> None:
+    """Makes sure that the imported copy has what this toolkit calls.
+
+    Raises:
+        UserError: it has not: another version, or another distribution that differs.
+    """
+    for module_name, names in NEEDED.items():
+        module = sys.modules.get(module_name) or import_module(module_name)
+        missing = [name for name in names if not hasattr(module, name)]
+        if missing:
+            whose = ", ".join(f"{name} {version(name)}" for name in providers())
+            raise UserError(
+                f"the installed vlmeval ({whose or source_folder()}) has no "
+                f"{module_name}.{missing[0]}, which scoring and prompts need: pip install "
+                f"{DISTRIBUTION}=={PINNED_VERSION} in its place"
+            )
 
 
 @contextlib.contextmanager

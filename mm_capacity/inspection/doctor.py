@@ -66,7 +66,14 @@ def run(vlm: Any, inputs: Mapping[str, Any]) -> Tensor:
 def _tagged(vlm: Any, inputs: Mapping[str, Any]) -> str:
     tags = vlm.adapter.tag_tokens(inputs)
     image = int(((tags == Modality.IMAGE) | (tags == Modality.VIDEO)).sum())
+    pixels = [name for name, value in inputs.items() if _holds_pixels(name, value)]
+    if pixels and not image:
+        raise AssertionError(f"the prompt holds {pixels[0]!r}, but no token is tagged as image")
     return f"{image} image, {int((tags == Modality.TEXT).sum())} text"
+
+
+def _holds_pixels(name: str, value: Any) -> bool:
+    return ("pixel" in name or "image" in name) and getattr(value, "is_floating_point", bool)()
 
 
 def _router(vlm: Any, inputs: Mapping[str, Any]) -> str:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlm_adapters.coverage import PORTS, Coverage, coverage, text_only, wrapped
+from vlm_adapters.coverage import (
+    PORTS,
+    WRAPPERS_APART,
+    Coverage,
+    coverage,
+    text_only,
+    wrapped,
+)
 from vlm_adapters.discovery import scan, transformers_version
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "coverage.md"
@@ -30,10 +37,15 @@ def table() -> Iterator[str]:
         note = f" ({line.note})" if line.note and line.status != "not supported" else ""
         yield _columns(line.family.name, line.status, what + note)
     yield ""
-    yield f"wrappers around any language model: {', '.join(scan()[1])}"
+    yield f"wrappers around any language model: {', '.join(open_wrappers())}"
     yield f"  run with a mixture of experts inside: {', '.join(wrapped())}"
     yield f"text only, every token being text: {', '.join(text_only())}"
     yield f"ports of this project: {', '.join(PORTS)}"
+
+
+def open_wrappers() -> list[str]:
+    """Wrappers that take a mixture of experts."""
+    return [name for name in scan()[1] if name not in WRAPPERS_APART]
 
 
 def _columns(*cells: str) -> str:
@@ -76,7 +88,11 @@ def document() -> str:
             "covered by the `native` adapter if that is a mixture of experts which has the seam. "
             f"Tested: {', '.join(f'`{name}`' for name in wrapped())}, `internvl` with `qwen3_moe`.",
             "",
-            ", ".join(scan()[1]),
+            ", ".join(open_wrappers()),
+            "",
+            "Wrappers that no mixture of experts fits into: "
+            + ", ".join(f"`{name}` ({why})" for name, why in WRAPPERS_APART.items())
+            + ".",
             "",
             "## Text only",
             "",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vlm_adapters.coverage import NOTES, REFUSED, coverage, text_only, wrapped
+from vlm_adapters.coverage import NOTES, REFUSED, WRAPPERS_APART, coverage, text_only, wrapped
 from vlm_adapters.discovery import scan
 from vlm_adapters.registry import ADAPTERS
 from vlm_adapters.router_formula import RouterFormula, formula_of_source
@@ -63,6 +63,7 @@ def test_every_family_works_or_has_a_reason():
 def test_tables_name_nothing_that_is_gone():
     names = {family.name for family in scan()[0]}
     assert set(REFUSED) | set(NOTES) <= names
+    assert set(WRAPPERS_APART) <= set(scan()[1])
     assert set(text_only()) | set(wrapped()) <= set(FAMILIES)
 
 

@@ -143,15 +143,20 @@ def test_adapter_for_a_configuration(config, expected):
 
 
 @pytest.mark.parametrize(
-    "config",
+    "config, said",
     [
-        {"model_type": "llava", "vision_config": {}, "text_config": {"hidden_size": 8}},
-        {"model_type": "bert"},
+        (
+            {"model_type": "llava", "vision_config": {}, "text_config": {"hidden_size": 8}},
+            "it is dense, its language model",
+        ),
+        ({"model_type": "multi_modality", "language_config": {"model_type": "llama"}}, "llama"),
+        ({"model_type": "bert"}, "looked for an adapter"),
     ],
 )
-def test_a_family_without_experts_is_refused(config):
-    with pytest.raises(UnsupportedModelError, match="is not supported: looked for an adapter"):
+def test_a_family_without_experts_is_refused(config, said):
+    with pytest.raises(UnsupportedModelError, match="is not supported: ") as caught:
         adapter_class_for(config)
+    assert said in str(caught.value)
 
 
 def test_a_model_without_moe_layer_names_what_was_looked_for():

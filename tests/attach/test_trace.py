@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pandas as pd
 import pytest
 import torch
 
 from mm_capacity.routing import Decision, Routing
-from mm_capacity.trace import MODALITIES, CapacityExceededError, Trace
+from mm_capacity.trace import MODALITIES, CapacityExceededError, Trace, summarize
 from vlm_adapters.modality import Modality
 
 E, K, R = 4, 2, 2
@@ -166,3 +167,20 @@ def test_check_by_rank():
 
 def test_modalities_exclude_padding():
     assert Modality.PAD not in MODALITIES
+
+
+def test_clear_forgets_counts_and_goes_on_numbering():
+    trace = traced()
+    trace.notes.append("a note")
+    trace.clear()
+    assert trace.frame().empty and trace.layers().empty and trace.notes == ["a note"]
+    trace.record(routing(), decision())
+    trace.end_pass()
+    assert trace.steps == 2 and set(trace.frame()["step"]) == {1}
+
+
+def test_a_summary_of_joined_layers_is_that_of_the_contexts_together():
+    one, two = traced(), traced()
+    joined = pd.concat([one.layers(), two.layers().assign(step=1)], ignore_index=True)
+    assert summarize(joined, 1)["kept"] == one.summary()["kept"] + two.summary()["kept"]
+    assert summarize(one.layers(), len(one.names)) == one.summary()

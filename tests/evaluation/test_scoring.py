@@ -415,7 +415,7 @@ def test_an_mme_image_with_one_question_is_left_out(tmp_path):
 
 def test_nothing_to_score(tmp_path):
     data = open_dataset("MME", lmu_data=write_mme(tmp_path).parent)
-    with pytest.raises(UserError, match="nothing to score"):
+    with pytest.raises(UserError, match="no question can be scored .question 0: no answer"):
         score(data, {}, tmp_path / "out")
 
 

@@ -205,3 +205,125 @@ def test_session_settings_hold_only_inside(monkeypatch, tmp_path):
         assert os.environ["PRED_FORMAT"] == "tsv" and "VERBOSE" not in os.environ
     assert os.environ["VERBOSE"] == "0" and os.environ["PRED_FORMAT"] == "xlsx"
     assert "LMUData" not in os.environ
+
+
+def source_tree(folder: Path) -> Path:
+    """A folder with a package ``vlmeval`` and no metadata, as a checkout is."""
+    package = folder / "vlmeval"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    return package
+
+
+def looked_up_in(monkeypatch, folder: Path) -> None:
+    """``import vlmeval`` would take the copy in that folder."""
+    from importlib.machinery import PathFinder
+
+    monkeypatch.setattr(
+        vlmeval_process, "find_spec", lambda name: PathFinder.find_spec(name, [str(folder)])
+    )
+
+
+def test_a_source_tree_without_metadata_is_fine(monkeypatch, tmp_path):
+    source_tree(tmp_path)
+    looked_up_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(vlmeval_process, "packages_distributions", dict)
+    check_distributions()
+
+
+def test_a_source_tree_in_front_of_the_installed_one_is_refused(monkeypatch, tmp_path):
+    package = source_tree(tmp_path)
+    looked_up_in(monkeypatch, tmp_path)
+    with pytest.raises(UserError, match="two copies of vlmeval: ms-vlmeval 0.0.20") as caught:
+        check_distributions()
+    assert str(package) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def installed_as(site: Path, name: str, *, editable: Path | None = None) -> None:
+    """Metadata of a distribution that provides ``vlmeval``."""
+    info = site / f"{name.replace('-', '_')}-0.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.2\n")
+    (info / "top_level.txt").write_text("vlmeval\n")
+    if editable is not None:
+        url = {"url": editable.as_uri(), "dir_info": {"editable": True}}
+        (info / "direct_url.json").write_text(json.dumps(url))
+
+
+@pytest.fixture
+def only_from(monkeypatch):
+    """Distributions of one folder only, as in another environment."""
+    from importlib import metadata
+
+    def only_from(site: Path) -> None:
+        def distributions():
+            return metadata.distributions(path=[str(site)])
+
+        def provided():
+            names = {"vlmeval": [d.metadata["Name"] for d in distributions()]}
+            return names if names["vlmeval"] else {}
+
+        def one(name):
+            return next(d for d in distributions() if d.metadata["Name"] == name)
+
+        monkeypatch.setattr(vlmeval_process, "packages_distributions", provided)
+        monkeypatch.setattr(vlmeval_process, "distribution", one)
+        monkeypatch.setattr(vlmeval_process, "version", lambda name: one(name).version)
+
+    return only_from
+
+
+@pytest.mark.parametrize("name", ["vlmeval", "nvidia-vlmeval"])
+def test_other_distributions_are_taken(monkeypatch, tmp_path, only_from, name):
+    source_tree(tmp_path)
+    installed_as(tmp_path, name)
+    looked_up_in(monkeypatch, tmp_path)
+    only_from(tmp_path)
+    check_distributions()
+
+
+def test_an_editable_install_is_one_copy(monkeypatch, tmp_path, only_from):
+    source_tree(tmp_path / "checkout")
+    installed_as(tmp_path / "site", "vlmeval", editable=tmp_path / "checkout")
+    looked_up_in(monkeypatch, tmp_path / "checkout")
+    only_from(tmp_path / "site")
+    check_distributions()
+    installed_as(tmp_path / "site", "nvidia-vlmeval")
+    with pytest.raises(UserError, match="2 installed distributions"):
+        check_distributions()
+
+
+def test_a_copy_that_lacks_something_is_refused(monkeypatch):
+    import vlmeval.dataset
+
+    vlmeval_process.check_contents()
+    monkeypatch.delattr(vlmeval.dataset, "DATASET_COLLECTION")
+    with pytest.raises(UserError, match=r"ms-vlmeval 0\.0\.20\) has no vlmeval\.dataset\.DATASET_"):
+        vlmeval_process.check_contents()
+
+
+def test_another_copy_is_named_in_the_record(monkeypatch, tmp_path, only_from):
+    from importlib.metadata import PackageNotFoundError
+
+    from mm_capacity.evaluation import environment
+
+    def absent(name):
+        if name == "ms-vlmeval":
+            raise PackageNotFoundError(name)
+        return {"nvidia-vlmeval": "0.2"}.get(name, "1")
+
+    monkeypatch.setattr(environment, "version", absent)
+    package = source_tree(tmp_path)
+    looked_up_in(monkeypatch, tmp_path)
+    only_from(tmp_path)
+    names = []
+    for change in ("", "answer = 42"):
+        (package / "__init__.py").write_text(change)
+        environment.other_vlmeval.cache_clear()
+        names.append(environment.versions()["vlmeval"])
+    installed_as(tmp_path, "nvidia-vlmeval")
+    environment.other_vlmeval.cache_clear()
+    names.append(environment.versions()["vlmeval"])
+    environment.other_vlmeval.cache_clear()
+    assert all(name.startswith("source tree ") for name in names[:2]) and names[0] != names[1]
+    assert names[2] == "nvidia-vlmeval 0.2"

@@ -45,6 +45,9 @@ class FakeData:
         )
         self.asked: list[Any] = []
 
+    def line(self, index: Any) -> pd.Series:
+        return self.frame[self.frame["index"] == index].iloc[0]
+
     def messages(self, index: Any) -> list[dict[str, Any]]:
         if index in self.bad:
             raise BadQuestion(index, self.bad[index])

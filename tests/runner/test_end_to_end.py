@@ -192,6 +192,7 @@ def test_real_data_without_a_model_need_the_default_model(tmp_path, no_download,
     [
         ({"data": {"MME": {"class": "ImageYORNDataset"}}}, 0, ""),
         ({"data": {"MME": {"class": "ImageMCQDataset"}}}, 2, "'ImageYORNDataset'"),
+        ({"data": {"DIGITS_MCQ": {"class": "ImageYORNDataset"}}}, 2, "is 'ImageMCQDataset'"),
         ({"model": {"tiny": {"model_path": "tiny:qwen3_vl_moe", "class": "Qwen3VLChat"}}}, 0, ""),
         ({"model": {"tiny": {"model_path": "tiny:qwen3_vl_moe", "class": "Qwen3VLChats"}}}, 2,
          "'Qwen3VLChat'"),

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +19,7 @@ from mm_capacity.report import PLOTS, __main__, draw
 from mm_capacity.report.ordering import ordering, print_ordering
 from mm_capacity.report.tables import markdown, number, pivot, run_frame, with_error
 
+ROOT = Path(__file__).resolve().parents[2]
 GAMMAS = (0.5, 1.0)
 LAYER_COUNT, EXPERTS = 2, 4
 
@@ -121,6 +126,19 @@ def test_the_report_command_says_what_is_missing(tmp_path, capsys):
     assert __main__.main([str(tmp_path)]) == 2
     assert "no scored run" in capsys.readouterr().err
     assert __main__.main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_terminal_without_unicode_gets_its_table_all_the_same(work_dir):
+    done = subprocess.run(
+        [sys.executable, "-m", "mm_capacity.report", str(work_dir)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "?" in done.stdout and done.stdout.isascii() and "expert_load.png" in done.stdout
 
 
 @pytest.mark.parametrize("name", PLOTS)

@@ -84,7 +84,7 @@ def test_a_run_leaves_a_complete_record(start, tmp_path):
     assert set(record["versions"]) == {"torch", "transformers", "vlmeval"}
     assert record["device"] == "cpu" and record["seed"] == 0 and record["started"]
     assert record["warnings"] == ["SET_A is made up"]
-    assert record["arguments"]["batch_size"] == "1"
+    assert record["arguments"]["batch_size"] == 1 and record["arguments"]["fresh"] is False
     assert record["policy"]["repr"].startswith("TokenDrop(")
     assert record["ep_size"] == 4
     assert 0 < record["load"]["drop_frac"] < 1
@@ -124,9 +124,17 @@ def test_the_model_is_not_loaded_when_everything_is_finished(start, monkeypatch)
     assert start() == 0
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT interrupts, also where the test run was started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("batch_size", ["1", "2"])
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(
-    start, calls, tmp_path, capsys, batch_size
+    start, calls, tmp_path, capsys, batch_size, interruptible
 ):
     more = ("--batch-size", batch_size)
     start(*more)
@@ -391,7 +399,7 @@ def test_files_named_by_a_policy_belong_to_its_identity(tmp_path):
 
     @dataclass
     class Calibrated:
-        table: str
+        table: object
 
     file = tmp_path / "table.json"
     file.write_text("{}")
@@ -400,6 +408,9 @@ def test_files_named_by_a_policy_belong_to_its_identity(tmp_path):
     after = policy_files(Calibrated(str(file)))
     assert set(before) == {"table"} and before != after
     assert policy_files(Calibrated("uniform")) == {}
+    assert policy_files(Calibrated({"of": {"calibration": str(file)}})) == {
+        "table.of.calibration": after["table"]
+    }
 
 
 def test_run_json_is_plain_json(start, tmp_path):
@@ -408,3 +419,38 @@ def test_run_json_is_plain_json(start, tmp_path):
         json.loads(
             folder.run_file.read_text(), parse_constant=lambda name: pytest.fail(f"holds {name}")
         )
+
+
+def test_a_setting_without_scores_hides_no_results(start, tmp_path, capsys):
+    """A wrong option must not make the finished results disappear from the report."""
+    from mm_capacity.report import write_report
+
+    start()
+    before = (tmp_path / "results.csv").read_text()
+    assert start("--limit", "2", "--mode", "eval") == 1
+    assert "run --mode infer (or all) first" in capsys.readouterr().err
+    assert start("--limit", "3", "--mode", "infer") == 0
+    write_report(tmp_path)
+    assert (tmp_path / "results.csv").read_text() == before
+
+
+def test_a_file_in_place_of_a_folder(start, tmp_path, capsys):
+    (tmp_path / "tiny_qwen3_vl_moe").write_text("mine")
+    assert start() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: run folder") and "tiny_qwen3_vl_moe" in line
+    assert (tmp_path / "tiny_qwen3_vl_moe").read_text() == "mine"
+
+
+def test_a_report_that_cannot_be_written_loses_no_run(start, tmp_path, capsys):
+    from mm_capacity.report.__main__ import main as report
+
+    (tmp_path / "results.csv").mkdir()
+    assert start() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("failed: the report cannot be written") and "results.csv" in line
+    assert all(f.record()["status"] == "done" for f in find_runs(tmp_path))
+    assert report([str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    (tmp_path / "results.csv").rmdir()
+    assert report([str(tmp_path)]) == 0

@@ -83,9 +83,7 @@ class Asked:
 
     def answer(self, index: Any, text: str) -> str:
         """The answer to one question as it is recorded."""
-        frame = self.data.frame
-        line = frame[frame["index"] == index].iloc[0]
-        return self.prompts.answer(text, self.data.dataset, line)
+        return self.prompts.answer(text, self.data.dataset, self.data.line(index))
 
 
 def image_paths(dataset: Any, line: Any) -> list[str]:
