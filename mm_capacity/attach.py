@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vlm_adapters.base import Adapter, MoELayer, RouterChoice, UnsupportedModelError
 from vlm_adapters.registry import adapter_for
 
-from .experts import skipping_dropped
+from .experts import knows_no_expert, skipping_dropped
 from .placement import Placement, contiguous, placements_of
 from .replicas import ReplicatedTrace
 from .routing import Routing
@@ -119,6 +119,8 @@ def limit_capacity(
                     f"experts of {', '.join(own)} run their own forward: dropped assignments "
                     "are left out of the result, but not necessarily out of the work"
                 )
+        elif policy.name != "none":
+            _check_implementation(layers)
         for handle in run.install():
             stack.callback(handle.remove)
         yield run.trace
@@ -138,6 +140,17 @@ def _check_free(model: nn.Module, layers: Sequence[MoELayer]) -> None:
                     f"{type(model).__name__} runs under a capacity policy already: leave that "
                     "context first, two policies cannot share a model"
                 )
+
+
+def _check_implementation(layers: Sequence[MoELayer]) -> None:
+    for layer in layers:
+        if not knows_no_expert(layer.experts):
+            config: Any = layer.experts.config
+            raise ValueError(
+                f"skip_dropped=False leaves the experts of layer {layer.name!r} to "
+                f"{config._experts_implementation!r}, which does not know the id of a dropped "
+                "assignment: use the experts implementation 'eager', or skip_dropped=True"
+            )
 
 
 def _check_layers(layers: Sequence[MoELayer], ep_size: int) -> None:

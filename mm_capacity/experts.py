@@ -129,7 +129,7 @@ def skipping_dropped(experts_modules: Sequence[nn.Module]) -> Iterator[list[str]
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     own = [m for m in experts_modules if not dispatches(m)]
-    ours = [m for m in experts_modules if dispatches(m)]
+    ours: list[Any] = [m for m in experts_modules if dispatches(m)]
     if ours and SKIP_DROPPED not in ALL_EXPERTS_FUNCTIONS:
         ExpertsInterface.register(SKIP_DROPPED, _dispatch)
     for module in ours:
@@ -165,8 +165,19 @@ def _dispatch(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     if _MODULES[id(module)]:
         return skip_dropped_experts(module, *args, **kwargs)
     own = type(module).forward.__wrapped__
-    before = _BEFORE[id(module.config)]
+    before = _BEFORE.get(id(module.config), "eager")  # a copy made while a context was open
     return ALL_EXPERTS_FUNCTIONS.get_interface(before, own)(module, *args, **kwargs)
+
+
+def knows_no_expert(experts: nn.Module) -> bool:
+    """Whether a module's own implementation leaves the id E (NO_EXPERT) out of its result.
+
+    transformers' ``grouped_mm`` and ``batched_mm`` do so under expert parallelism only.
+    """
+    config: Any = getattr(experts, "config", None)
+    if not dispatches(experts) or getattr(experts, "_is_expert_parallel", False):
+        return True
+    return config._experts_implementation not in ("grouped_mm", "batched_mm")
 
 
 def dispatches(experts: nn.Module) -> bool:

@@ -212,7 +212,7 @@ def expanded_drop(p: dict[str, Any], r: Plain) -> Outcome:
         if r.modality[t] == PAD:
             continue
         free = [e for e in range(r.experts) if e not in candidates[t]]
-        if r.allowed is not None:
+        if r.allowed is not None and p["inside_groups"]:
             free = [e for e in free if r.allowed[t][e]]
         if p["overflow"] == "expand":
             added = [e for e in free if r.rank_of_expert[e] == r.rank_of_token[t]]

@@ -79,7 +79,8 @@ def tags_of(ids: Tensor, types: Tensor | None, known: TokenIds) -> Tensor:
             inside = torch.zeros_like(ids, dtype=torch.bool)
             for token in known.placeholders:
                 inside |= ids == token
-            tags = tags.masked_fill(~inside, int(Modality.TEXT))
+            # Without a single one the types are all there is to go by.
+            tags = tags.masked_fill(~inside & inside.any(), int(Modality.TEXT))
         return tags
     tags = torch.zeros_like(ids, dtype=torch.uint8)
     if known.image is not None:
@@ -115,6 +116,8 @@ def mark_padding(tags: Tensor, mask: Any) -> Tensor:
     """
     if mask is None:
         return tags
+    if isinstance(mask, Tensor) and mask.dim() == 4 and tags.shape[1] == 1:
+        return tags  # a step with a static cache; what it decodes is no padding
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         raise ValueError(
             "cannot tell padding from tokens: 'attention_mask' must be a [B, S] tensor, got "

@@ -10,7 +10,7 @@ score times the scale the router applied to this token, which is the same where 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -41,6 +41,8 @@ class ExpandedDrop(TokenDrop):
             off, as in the paper, an addition may displace a pick.
         rounds: of ``expand-global``; at least 1 (1 adds nothing).
         at_most_top_k: after the cap, a token keeps at most K experts, its best ones.
+        inside_groups: additions stay inside the groups that a group-limited router chose for the
+            token; off, they may be any experts.
     """
 
     name: ClassVar[str] = "expanded-drop"
@@ -49,12 +51,14 @@ class ExpandedDrop(TokenDrop):
     originals_first: bool = False
     rounds: int = 2
     at_most_top_k: bool = False
+    inside_groups: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("overflow", self.overflow, OVERFLOWS)
         flag("originals_first", self.originals_first)
         flag("at_most_top_k", self.at_most_top_k)
+        flag("inside_groups", self.inside_groups)
         integer("rounds", self.rounds, 1)
 
     @property
@@ -63,6 +67,8 @@ class ExpandedDrop(TokenDrop):
         return self.scope == "device" or self.overflow == "expand"
 
     def candidates(self, routing: Routing) -> Candidates:
+        if not self.inside_groups:
+            routing = replace(routing, allowed=None)
         if self.overflow == "expand":
             self._warn_if_expert_choice(routing)
             added = local_experts(routing)

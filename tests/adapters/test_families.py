@@ -106,6 +106,21 @@ def test_image_tags_are_the_image_positions(name, vlm, images):
     assert int((tags == Modality.TEXT).sum()) == int((inputs["input_ids"] != IMAGE).sum())
 
 
+def test_image_tags_are_where_the_model_puts_features(name, vlm, inputs):
+    """Elsewhere the language model is given the embeddings of the ids."""
+    if name in TEXT_ONLY:
+        pytest.skip("takes no images")
+    seen = []
+    handle = vlm.model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    logits(vlm, inputs)
+    handle.remove()
+    plain = vlm.model.get_input_embeddings()(inputs["input_ids"])
+    replaced = (seen[0] != plain).any(-1)
+    assert torch.equal(replaced, vlm.adapter.tag_tokens(inputs) == Modality.IMAGE)
+
+
 def test_router_is_read_as_it_computes(name, vlm, inputs):
     """Scores times one factor per token are the weights; the picks are the greatest allowed."""
     layers, seen = vlm.adapter.moe_layers(vlm.model), []

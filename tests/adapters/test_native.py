@@ -8,6 +8,7 @@ import pytest
 import torch
 from pictures import picture, question
 
+from mm_capacity import limit_capacity, make_policy
 from vlm_adapters import ADAPTERS, adapter_for, load_model
 from vlm_adapters.base import ModelLoadError, UnsupportedModelError
 from vlm_adapters.generic import NativeAdapter
@@ -78,6 +79,15 @@ def test_a_mask_that_is_not_two_dimensional_is_an_error(tiny_vlm, one_question):
     inputs = {**one_question, "attention_mask": torch.ones(1, 1, 4, 4)}
     with pytest.raises(ValueError, match=r"\[B, S\] tensor, got \(1, 1, 4, 4\)"):
         tiny_vlm.adapter.tag_tokens(inputs)
+
+
+@torch.no_grad()
+def test_a_static_cache(tiny_vlm, one_question):
+    """Its decode steps come with a four-dimensional mask."""
+    greedy = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    before = tiny_vlm.model.generate(**one_question, **greedy)
+    with limit_capacity(tiny_vlm.model, make_policy("none"), check=True):
+        assert torch.equal(before, tiny_vlm.model.generate(**one_question, **greedy))
 
 
 def test_an_image_that_the_template_drops_is_an_error(tiny_vlm):

@@ -10,6 +10,7 @@ from mm_capacity import limit_capacity, make_policy
 from vlm_adapters import adapter_for
 from vlm_adapters.modality import Modality
 from vlm_adapters.tiny_build import tiny_config, tiny_model, tiny_vlm
+from vlm_adapters.tiny_families import IMAGE, VIDEO, VIDEO_END, VIDEO_START
 
 
 @pytest.fixture(autouse=True)
@@ -104,14 +105,24 @@ def test_video_is_tagged_and_audio_is_text():
     tags = vlm.adapter.tag_tokens({"input_ids": ids, "mm_token_type_ids": types})
     expected = [Modality.TEXT, Modality.IMAGE, Modality.VIDEO, Modality.TEXT]
     assert tags.tolist() == [expected]
+    # What stands around the image token is not the image, whatever its type says.
+    ids = torch.tensor([[50, IMAGE, VIDEO, 53, 54]])
+    types = torch.tensor([[1, 1, 2, 3, 1]])
+    tags = vlm.adapter.tag_tokens({"input_ids": ids, "mm_token_type_ids": types})
+    assert tags.tolist() == [[*expected, Modality.TEXT]]
 
 
-def test_expansion_stays_inside_the_groups():
+@pytest.mark.filterwarnings("ignore:expanded-drop")
+@pytest.mark.parametrize("overflow", ["expand", "expand-global"])
+@pytest.mark.parametrize("inside_groups", [True, False])
+def test_expansion_stays_inside_the_groups_unless_asked_otherwise(overflow, inside_groups):
     vlm = tiny_vlm("glm4v_moe")
     inputs = vlm.prepare(question("Which group?", picture()))
     allowed, used = [], []
     layers = vlm.adapter.moe_layers(vlm.model)
-    policy = make_policy("expanded-drop", gamma=1.0)
+    policy = make_policy(
+        "expanded-drop", gamma=1.0, overflow=overflow, rounds=4, inside_groups=inside_groups
+    )
     with limit_capacity(vlm.model, policy, check=True) as trace:
         handles = [
             layers[0].router.register_forward_hook(
@@ -126,4 +137,40 @@ def test_expansion_stays_inside_the_groups():
             handle.remove()
     assert trace.summary()["added"] > 0
     inside = torch.nn.functional.pad(allowed[0], (0, 1), value=True).gather(1, used[0])
-    assert bool(inside.all())
+    assert bool(inside.all()) == inside_groups
+
+
+def test_frames_between_the_start_and_the_end_of_a_video():
+    """GLM-4.5V writes the frames of a video with the image token."""
+    vlm = tiny_vlm("glm4v_moe")
+    ids = torch.tensor([[9, IMAGE, VIDEO_START, IMAGE, 9, IMAGE, VIDEO_END, IMAGE, 9]])
+    expected = [0, 1, 0, 2, 0, 2, 0, 1, 0]
+    assert vlm.adapter.tag_tokens({"input_ids": ids}).tolist() == [expected]
+
+
+def test_llama_4_from_its_configuration_runs_under_a_policy():
+    """The field that is missing is filled in by the context, and only while it is open."""
+    from transformers import Llama4ForConditionalGeneration
+
+    model = Llama4ForConditionalGeneration(tiny_config("llama4")).eval()
+    ids = {"input_ids": torch.arange(12, 32)[None]}
+    with limit_capacity(model, make_policy("token-drop", gamma=0.5), check=True) as trace:
+        model(**ids)
+    assert trace.summary()["drop_frac"] > 0
+    with pytest.raises(AttributeError, match="image_outputs"):
+        model(**ids)
+    adapter = adapter_for(model)
+    adapter.after_loading(model)
+    adapter.after_loading(model)
+    assert len(model.language_model._forward_hooks) == 1
+
+
+def test_llama_4_gives_back_a_forward_that_was_set_before():
+    """Placing a model on several devices gives modules a forward of their own."""
+    vlm = tiny_vlm("llama4")
+    block = vlm.adapter.moe_layers(vlm.model)[0].block
+    mine = block.forward
+    block.forward = mine
+    with limit_capacity(vlm.model, make_policy("none")):
+        assert block.forward is not mine
+    assert vars(block)["forward"] is mine

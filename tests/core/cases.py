@@ -183,6 +183,7 @@ PARAMETERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "originals_first": st.booleans(),
         "rounds": st.integers(1, 4),
         "at_most_top_k": st.booleans(),
+        "inside_groups": st.booleans(),
     },
     "expert-drop": {
         "fraction": st.floats(0, 0.49) | st.sampled_from([0.1, 0.125, 0.25]),

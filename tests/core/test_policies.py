@@ -102,6 +102,7 @@ WRONG = [
     ("expanded-drop", "rounds", 0),
     ("expanded-drop", "originals_first", None),
     ("expanded-drop", "at_most_top_k", 2),
+    ("expanded-drop", "inside_groups", 2),
     ("expert-drop", "fraction", -0.1),
     ("expert-drop", "fraction", 1.5),
     ("expert-drop", "count", 0),
