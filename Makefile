@@ -18,7 +18,7 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 install: $(VENV)/installed
 
 demo: install
-	$(BIN)/python -m mm_capacity.run --work-dir outputs/demo
+	$(BIN)/python -m mm_capacity.run --jobs 2 --work-dir outputs/demo
 
 lint: install
 	$(BIN)/ruff check .

@@ -70,7 +70,7 @@ def command(
         print("error:", str(error).replace("\n", " "), file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted: what was answered so far is kept", file=sys.stderr)
+        print("interrupted: what was answered is kept; the same command resumes", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -86,6 +86,12 @@ def run_and_report(plan: Plan, after: Callable[[Plan, pd.DataFrame], None] | Non
     from mm_capacity.evaluation.sweep import run_plan
     from mm_capacity.report import write_report
 
+    if plan.settings.jobs > 1:
+        from mm_capacity.evaluation.jobs import run_ahead
+
+        plan, interrupted = run_ahead(plan)
+        if interrupted:
+            raise KeyboardInterrupt
     outcome = run_plan(plan)
     if outcome.interrupted:
         print("interrupted: what was answered is kept; the same command resumes", file=sys.stderr)

@@ -95,6 +95,9 @@ def build_parser(prog: str, description: str) -> Parser:
     how.add_argument("--trust-remote-code", action="store_true", default=None, help=(
         "let a model's repository run its own code"
     ))  # fmt: skip
+    how.add_argument("--jobs", metavar="N", help=(
+        "processes that share the data sets and the CPU threads; default 1"
+    ))  # fmt: skip
 
     records = parser.add_argument_group("records")
     records.add_argument("--work-dir", metavar="DIR", help="default: outputs")

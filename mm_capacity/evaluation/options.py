@@ -81,6 +81,11 @@ def make_plan(args: argparse.Namespace, grid: Mapping[str, Sequence[Any]] | None
     for choice in models:
         check_known("dtype", choice.dtype or settings.dtype, DTYPES)
         devices.check_name(choice.device or settings.device)
+    if settings.jobs > len(data):
+        raise UserError(
+            f"--jobs {settings.jobs}: each process works on data sets of its own, and there "
+            f"{'is 1' if len(data) == 1 else f'are {len(data)}'}; give at most {len(data)}"
+        )
     if settings.fresh and settings.mode == "eval":
         raise UserError("--fresh with --mode eval would score nothing: use --mode all")
     policies = _policies(options, grid or (SMALL_GRID if given else FULL_GRID), settings)
@@ -137,6 +142,7 @@ def _settings(options: Mapping[str, Any], *, default_batch: int) -> Settings:
         trust_remote_code=flag("trust_remote_code", options),
         lmu_data=folder("--lmu-data", options["lmu_data"]) if "lmu_data" in options else None,
         progress=check_known("progress display", text("progress", "auto"), PROGRESS),
+        jobs=number("jobs") or 1,
     )
 
 

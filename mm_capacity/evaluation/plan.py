@@ -110,6 +110,7 @@ class Settings:
         max_new_tokens: longest answer, or None for the data set's default.
         use_cache: False makes every new token a forward pass of the whole sequence.
         progress: "auto" (a bar on a terminal, else lines), "bar", "lines" or "off".
+        jobs: processes that work on the data sets at once.
     """
 
     work_dir: Path = Path("outputs")
@@ -128,6 +129,7 @@ class Settings:
     trust_remote_code: bool = False
     lmu_data: Path | None = None
     progress: str = "auto"
+    jobs: int = 1
 
 
 @dataclass(frozen=True)
