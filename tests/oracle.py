@@ -290,6 +290,18 @@ def modes(p: dict[str, Any], r: Plain) -> Outcome:
     return thinned(p, r, stays)
 
 
+def top_p(p: dict[str, Any], r: Plain) -> Outcome:
+    """The heaviest slots until they hold p of the token's weight; ties: the lower expert id."""
+
+    def stays(t: int, slot: int) -> bool:
+        order = sorted(range(r.top_k), key=lambda k: (-r.weights[t][k], r.expert[t][k]))
+        heavier = order[: order.index(slot)]
+        before = math.fsum(max(r.weights[t][k], 0.0) for k in heavier)
+        return not heavier or before < p["p"] * math.fsum(max(w, 0.0) for w in r.weights[t])
+
+    return thinned(p, r, stays)
+
+
 def visual_top_k(p: dict[str, Any], r: Plain) -> Outcome:
     """From a layer on, an image token keeps its heaviest slots; ties: the lower expert id."""
 
@@ -477,6 +489,7 @@ ORACLES: dict[str, Callable[[dict[str, Any], Plain], Outcome]] = {
     "modes": modes,
     "naee": naee,
     "visual-top-k": visual_top_k,
+    "top-p": top_p,
     "random-drop": random_drop,
     "rank-tail": rank_tail,
 }

@@ -19,6 +19,7 @@ POLICIES: dict[str, str] = {
     "modes": "mm_capacity.policies.modes:MoDES",
     "naee": "mm_capacity.policies.naee:NAEE",
     "visual-top-k": "mm_capacity.policies.visual_top_k:VisualTopK",
+    "top-p": "mm_capacity.policies.top_p:TopP",
     "random-drop": "mm_capacity.policies.random_drop:RandomDrop",
     "rank-tail": "mm_capacity.policies.rank_tail:RankTail",
 }

@@ -19,6 +19,7 @@ ARGUMENTS = {
     "modes": {"tau_text": 0.5, "tau_image": 0.5},
     "naee": {"beta": 0.95},
     "visual-top-k": {"keep": 1},
+    "top-p": {"p": 0.5},
     "random-drop": {"arguments": {"gamma": GAMMA}},
 }
 

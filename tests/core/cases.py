@@ -221,6 +221,7 @@ PARAMETERS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "first_layer": st.integers(0, 3),
         "renormalize": st.booleans(),
     },
+    "top-p": {"p": st.floats(0, 1) | st.sampled_from([0, 0.5, 1]), "renormalize": st.booleans()},
     "random-drop": {
         "like": st.just("token-drop"),
         "arguments": st.just({}),

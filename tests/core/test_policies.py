@@ -111,6 +111,7 @@ WRONG = [
     ("naee", "calibration", {"alpha": [1]}),
     ("naee", "calibration", {"beta": [1, -1]}),
     ("naee", "calibration", 3),
+    ("top-p", "p", 1.1),
     ("modes", "tau_text", -1),
     ("modes", "tau_image", math.nan),
     ("modes", "tau_scale", "1"),
